@@ -1,0 +1,90 @@
+"""Names shared by the connector, the router and the toolkit, each written once.
+
+Imports nothing of vLLM, the router or the toolkit.
+
+Sources: the ``kv_transfer_params`` fields are those that vLLM's NIXL connector
+produces and reads (``vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py``);
+the ``vllm:`` metric names are those of vLLM's ``/metrics``.
+"""
+
+from enum import Enum
+
+
+class Outcome(str, Enum):
+    """What happened to the prompt of a turn on the prefill leg."""
+
+    HIT = "hit"
+    """Tokens were read back from the decode leg."""
+    MISS = "miss"
+    """There was no handle for this turn."""
+    BELOW_THRESHOLD = "below_threshold"
+    """Fewer reusable tokens than ``kv_recompute_threshold``: recomputed."""
+    EXPIRED = "expired"
+    """The decode leg's blocks had expired, or were about to."""
+    HISTORY_CHANGED = "history_changed"
+    """The prompt does not continue the turn that the handle came from."""
+    FAILED = "failed"
+    """The readback was tried and did not succeed; the prompt was recomputed."""
+    DISABLED = "disabled"
+    """Bidirectional transfer is off on this leg or in this deployment."""
+
+
+# Request and answer body fields.
+KV_TRANSFER_PARAMS = "kv_transfer_params"
+CONVERSATION_ID = "conversation_id"
+
+# Fields of a handle (kv_transfer_params as an engine returns them).
+DO_REMOTE_PREFILL = "do_remote_prefill"
+DO_REMOTE_DECODE = "do_remote_decode"
+REMOTE_BLOCK_IDS = "remote_block_ids"
+REMOTE_ENGINE_ID = "remote_engine_id"
+REMOTE_REQUEST_ID = "remote_request_id"
+REMOTE_HOST = "remote_host"
+REMOTE_PORT = "remote_port"
+REMOTE_NUM_TOKENS = "remote_num_tokens"
+REMOTE_BLOCKS_EXPIRY_TIME = "remote_blocks_expiry_time"
+
+# Fields that pd_connector adds to a handle; stock vLLM ignores unknown keys.
+PD_TOKENS = "pd_tokens"
+"""On decode's handle: ``{"v": 1, "n": tokens, "digest": hex}``, a digest over the
+first ``n`` token ids of the finished turn. Prefill compares it with its prompt."""
+PD_REUSE = "pd_reuse"
+"""On prefill's handle: ``{"outcome": Outcome, "tokens_read": tokens}`` of the prompt."""
+
+# Request headers that name a conversation, first match wins (after the body field).
+CONVERSATION_HEADERS = ("X-Conversation-ID", "X-Session-ID", "X-Correlation-ID")
+
+# Response headers of the router: facts about the turn, never a handle.
+HEADER_REUSE = "X-PD-Reuse"
+"""The turn's :class:`Outcome`."""
+HEADER_TOKENS_READ = "X-PD-Tokens-Read"
+"""Prompt tokens read back from the decode leg."""
+HEADER_PROMPT_TOKENS = "X-PD-Prompt-Tokens"
+"""Prompt tokens of the turn, as the prefill leg counted them."""
+HEADER_PREFILL_MS = "X-PD-Prefill-Ms"
+"""Milliseconds from sending the prefill request to its answer, retries included."""
+
+# Router metrics.
+ROUTER_TURNS = "pd_router_turns_total"
+ROUTER_HANDLES_STORED = "pd_router_handles_stored_total"
+ROUTER_HANDLES_SENT = "pd_router_handles_sent_total"
+ROUTER_HANDLES_HELD = "pd_router_handles_held"
+ROUTER_PREFILL_RETRIES = "pd_router_prefill_retries_total"
+ROUTER_STRIPPED_PARAMS = "pd_router_client_kv_params_stripped_total"
+ROUTER_PREFILL_SECONDS = "pd_router_prefill_seconds"
+ROUTER_TTFT_SECONDS = "pd_router_time_to_first_token_seconds"
+
+# vLLM's own metrics, as they appear on an engine's /metrics.
+ENGINE_PROMPT_TOKENS_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+SOURCE_LOCAL_COMPUTE = "local_compute"
+SOURCE_LOCAL_CACHE = "local_cache_hit"
+SOURCE_EXTERNAL_KV = "external_kv_transfer"
+ENGINE_NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
+ENGINE_NIXL_TRANSFERS = "vllm:nixl_bytes_transferred_count"
+ENGINE_NIXL_FAILED_TRANSFERS = "vllm:nixl_num_failed_transfers_total"
+ENGINE_NIXL_EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
+
+# How the plugin and the connector are named to vLLM.
+PLUGIN_NAME = "pd_connector"
+CONNECTOR_CLASS = "PdNixlPullConnector"
+CONNECTOR_MODULE = "pd_connector.connector"
