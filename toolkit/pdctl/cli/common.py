@@ -1,0 +1,44 @@
+"""What several commands share: reading a spec, choosing a deployment."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pdctl.errors import PdctlError
+from pdctl.plan import Deployment, plan
+from pdctl.spec import Loaded, SpecError, load
+
+spec_argument = click.argument("spec", type=click.Path(path_type=Path))
+bidir_option = click.option(
+    "--bidir",
+    type=click.Choice(["on", "off"]),
+    help="Bidirectional transfer on all legs, instead of what the spec says.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def read_spec(path: Path) -> Loaded:
+    """The spec; its warnings go to stderr.
+
+    Raises:
+        PdctlError: with every fault, one a line, and exit code 2.
+    """
+    try:
+        loaded = load(path)
+    except SpecError as error:
+        raise PdctlError(str(error), 2) from None
+    for warning in loaded.warnings:
+        click.echo(str(warning), err=True)
+    return loaded
+
+
+def read_plan(path: Path, bidir: str | None = None) -> tuple[Loaded, Deployment]:
+    loaded = read_spec(path)
+    wanted = None if bidir is None else bidir == "on"
+    return loaded, plan(loaded.spec, path.parent, wanted)
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
