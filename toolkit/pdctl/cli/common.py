@@ -1,5 +1,6 @@
 """What several commands share: reading a spec, choosing a deployment."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,21 @@ from pdctl.plan import Deployment, plan
 from pdctl.spec import Loaded, SpecError, load
 
 spec_argument = click.argument("spec", type=click.Path(path_type=Path))
+
+
+def _deployment_name(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """A deployment's name, also given as the spec file that says it."""
+    if value is None or not (value.endswith((".yaml", ".yml")) or "/" in value):
+        return value
+    try:
+        return load(Path(value)).spec.name
+    except SpecError as error:
+        raise PdctlError(
+            f"{error}\nto act on what runs in spite of this, give the deployment's name", 2
+        ) from None
+
+
+deployment_argument = functools.partial(click.argument, "deployment", callback=_deployment_name)
 bidir_option = click.option(
     "--bidir",
     type=click.Choice(["on", "off"]),

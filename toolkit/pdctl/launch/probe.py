@@ -1,0 +1,68 @@
+"""What a running leg says of itself: health, and the last and the telling line of its log."""
+
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+_TAIL_BYTES = 256 * 1024
+_PREFIX = re.compile(
+    r"^(?:\([^)]*\)\s*)?"  # (EngineCore pid=12)
+    r"(?:(?:INFO|WARNING|ERROR|DEBUG)\s+\d\d-\d\d \d\d:\d\d:\d\d\s+)?"
+    r"(?:\[[^\]]*\]\s*)?"  # [core.py:1]
+)
+_ERROR = re.compile(
+    r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Exit)\b|error:|ERROR\b|Fatal\b|\S+: line \d+:)|"
+    r"\b(?:error: |not installed|Address already in use|NIXL_ERR_\w+|No such file)"
+)
+_CONSEQUENCE = re.compile(
+    r"Engine core initialization failed|EngineCore failed to start|EngineDeadError|"
+    r"See root cause above|Failed core proc|ProcessGroup|resource_tracker"
+)
+
+
+def healthy(url: str, timeout: float = 2.0) -> bool:
+    """Whether ``/health`` answers 200 within ``timeout`` seconds."""
+    return health_problem(url, timeout) is None
+
+
+def health_problem(url: str, timeout: float = 2.0) -> str | None:
+    """Why ``/health`` does not answer 200, or None when it does."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/health", timeout=timeout):
+            return None
+    except urllib.error.HTTPError as error:
+        return f"/health answers {error.code}"
+    except (urllib.error.URLError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        return "not listening" if isinstance(reason, ConnectionRefusedError) else str(reason)
+
+
+def last_line(log: Path) -> str:
+    """The last line with text, without vLLM's prefix."""
+    return next((line for line in reversed(_tail(log)) if line), "")
+
+
+def error_line(log: Path) -> str:
+    """The line that most likely says why a leg ended; the last line when none does."""
+    lines = [line for line in _tail(log) if line]
+    errors = [line for line in lines if _ERROR.search(line)]
+    causes = [line for line in errors if not _CONSEQUENCE.search(line)]
+    return (causes or errors or lines or ["its log is empty"])[-1]
+
+
+def _tail(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - _TAIL_BYTES))
+            text = stream.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [_plain(line) for line in re.split(r"[\r\n]+", text)]
+
+
+def _plain(line: str) -> str:
+    line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip()
+    return _PREFIX.sub("", line, count=1).strip()

@@ -1,0 +1,136 @@
+"""What pdctl remembers of the deployments it started on this machine.
+
+One folder per deployment below ``$PDCTL_STATE_DIR`` (default ``$XDG_STATE_HOME/pdctl``, that is
+``~/.local/state/pdctl``): a record, a script and a log per leg. A record is written before its
+process starts, so that a killed pdctl forgets nothing.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdctl.errors import PdctlError
+
+KEPT_LOGS = 3
+"""Logs of earlier starts that are kept per leg, ``LEG.log.1`` the newest."""
+
+
+@dataclass(frozen=True)
+class LegRecord:
+    """One leg as it was started. ``started_at`` is Unix time in seconds."""
+
+    name: str
+    role: str
+    url: str
+    bidirectional: bool
+    launch_id: str
+    started_at: float
+
+
+class DeploymentState:
+    """The state folder of one deployment."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.folder = state_folder() / name
+
+    def script(self, leg: str) -> Path:
+        return self.folder / f"{leg}.sh"
+
+    def script_text(self, leg: str) -> str | None:
+        """The script a leg was started with; None when it is gone."""
+        try:
+            return self.script(leg).read_text()
+        except OSError:
+            return None
+
+    def log(self, leg: str) -> Path:
+        return self.folder / f"{leg}.log"
+
+    def records(self) -> dict[str, LegRecord]:
+        """By leg name, engines before the router, in the order of their start."""
+        records = []
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                records.append(LegRecord(**json.loads(path.read_text())))
+            except (ValueError, TypeError) as error:
+                raise PdctlError(
+                    f"{path}: is not a leg record ({error}); move it away and try again", 2
+                ) from None
+        records.sort(key=lambda record: (record.role == "router", record.started_at))
+        return {record.name: record for record in records}
+
+    def write(self, record: LegRecord, script: str) -> None:
+        """Remember a leg that is about to be started."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _replace(self.script(record.name), script, 0o700)
+        _replace(self.folder / f"{record.name}.json", json.dumps(dataclasses.asdict(record)), 0o600)
+
+    def forget(self, leg: str) -> None:
+        """Drop a leg that has stopped; its log stays."""
+        (self.folder / f"{leg}.json").unlink(missing_ok=True)
+        self.script(leg).unlink(missing_ok=True)
+
+    def rotate_log(self, leg: str) -> Path:
+        """Make room for the log of a new start.
+
+        Returns:
+            The path of the new, not yet existing log.
+        """
+        log = self.log(leg)
+        for number in range(KEPT_LOGS, 0, -1):
+            older = log if number == 1 else log.with_name(f"{log.name}.{number - 1}")
+            if older.exists():
+                shutil.move(older, log.with_name(f"{log.name}.{number}"))
+        return log
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """One ``up`` or ``down`` of a deployment at a time.
+
+        Raises:
+            PdctlError: another one is at work.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / "lock").open("w")
+        except OSError as error:
+            raise PdctlError(f"{self.folder}: {error.strerror}", 2) from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise PdctlError(
+                    f"another pdctl is changing the deployment {self.name}; wait for it"
+                ) from None
+            yield
+
+
+def state_folder() -> Path:
+    own = os.environ.get("PDCTL_STATE_DIR")
+    if own:
+        return Path(own).absolute()
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "pdctl"
+
+
+def deployments() -> list[str]:
+    """Names of the deployments that have legs on record."""
+    folder = state_folder()
+    return sorted({path.parent.name for path in folder.glob("*/*.json")})
+
+
+def _replace(path: Path, text: str, mode: int) -> None:
+    """Write a whole file or nothing."""
+    new = path.with_name(f".{path.name}.new")
+    with new.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.chmod(mode)
+    new.rename(path)

@@ -1,0 +1,172 @@
+"""Bringing a deployment to what its spec says, and down again."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from pdctl.errors import PdctlError
+from pdctl.launch import processes
+from pdctl.launch.local import check_addresses, start
+from pdctl.launch.probe import error_line, health_problem, last_line
+from pdctl.launch.state import DeploymentState, LegRecord
+from pdctl.plan import Deployment, Leg
+from pdctl.render import render_leg
+
+_POLL_SECONDS = 0.25
+
+Say = Callable[[str], None]
+
+
+class Phase(str, Enum):
+    HEALTHY = "healthy"
+    STARTING = "starting"
+    UNHEALTHY = "unhealthy"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class LegStatus:
+    """What a leg on record is doing. ``pid`` is None when it does not run."""
+
+    record: LegRecord
+    phase: Phase
+    pid: int | None
+    detail: str
+    last_line: str
+
+
+def leg_statuses(state: DeploymentState) -> list[LegStatus]:
+    """Of every leg on record."""
+    records = state.records()
+    running = processes.find(record.launch_id for record in records.values())
+    return [_status(state, record, running[record.launch_id]) for record in records.values()]
+
+
+def _status(state: DeploymentState, record: LegRecord, pids: list[int]) -> LegStatus:
+    log = state.log(record.name)
+    if not processes.alive(pids):
+        return LegStatus(record, Phase.DEAD, None, error_line(log), last_line(log))
+    problem = health_problem(record.url)
+    phase = Phase.HEALTHY
+    if problem:
+        phase = Phase.STARTING if problem == "not listening" else Phase.UNHEALTHY
+    return LegStatus(record, phase, pids[0], problem or "", last_line(log))
+
+
+def bring_up(
+    deployment: Deployment,
+    timeout: float,
+    say: Say,
+    watch: Callable[[list[LegStatus], float], None],
+) -> None:
+    """Start what does not run, restart what changed, wait for health.
+
+    Args:
+        timeout: seconds for each of the two stages, engines and router, to become healthy.
+        say: called with every decision, one line each.
+        watch: called with the legs' states and the seconds waited, while waiting.
+
+    Raises:
+        PdctlError: a leg did not come up; what this call started is stopped again.
+    """
+    state = DeploymentState(deployment.name)
+    with state.lock():
+        started: list[LegRecord] = []
+        try:
+            wanted = list(_changes(deployment, state, say))
+            check_addresses(wanted)
+            for stage in (deployment.engines, (deployment.router,)):
+                for leg in stage:
+                    if leg in wanted:
+                        say(f"{leg.name}: starting")
+                        started.append(start(state, leg, deployment.bidirectional))
+                _wait(state, [leg.name for leg in stage], timeout, watch)
+        except BaseException:
+            if started:
+                say(f"stopping what was started: {', '.join(r.name for r in started)}")
+                _stop(state, started, grace=10, say=say)
+            raise
+
+
+def _changes(deployment: Deployment, state: DeploymentState, say: Say) -> Iterator[Leg]:
+    """Stop what is not wanted any more and yield the legs that have to be started."""
+    records = state.records()
+    running = processes.find(record.launch_id for record in records.values())
+    legs = {leg.name: leg for leg in deployment.legs}
+    gone = []
+    for name, record in records.items():
+        pids = running[record.launch_id]
+        if name not in legs:
+            say(f"{name}: no longer in the spec, stopping it")
+        elif not processes.alive(pids):
+            say(f"{name}: does not run any more ({error_line(state.log(name))})")
+        elif state.script_text(name) != render_leg(legs[name]):
+            say(f"{name}: changed in the spec, restarting it")
+        else:
+            say(f"{name}: runs, unchanged")
+            del legs[name]
+            continue
+        gone.append(record)
+    _stop(state, gone, grace=20, say=say)
+    yield from legs.values()
+
+
+def _wait(
+    state: DeploymentState,
+    names: list[str],
+    timeout: float,
+    watch: Callable[[list[LegStatus], float], None],
+) -> None:
+    begin = time.monotonic()
+    while True:
+        statuses = [status for status in leg_statuses(state) if status.record.name in names]
+        waited = time.monotonic() - begin
+        watch(statuses, waited)
+        for status in statuses:
+            if status.phase is Phase.DEAD:
+                raise PdctlError(_ended(state, status))
+        waiting = [status for status in statuses if status.phase is not Phase.HEALTHY]
+        if not waiting:
+            return
+        if waited > timeout:
+            status = waiting[0]
+            raise PdctlError(
+                f"{status.record.name}: not healthy after {timeout:g} s ({status.detail}); "
+                f"its last line: {status.last_line}\n"
+                f"log: {state.log(status.record.name)}; --timeout gives it longer"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _ended(state: DeploymentState, status: LegStatus) -> str:
+    return f"{status.record.name}: ended: {status.detail}\nlog: {state.log(status.record.name)}"
+
+
+def take_down(state: DeploymentState, grace: float, say: Say) -> None:
+    """Stop every leg on record: the router, then the engines.
+
+    Args:
+        grace: seconds for a leg to end by itself before it is killed.
+
+    Raises:
+        PdctlError: something could not be stopped; it stays on record.
+    """
+    with state.lock():
+        records = list(state.records().values())
+        for stage in (
+            [record for record in records if record.role == "router"],
+            [record for record in records if record.role != "router"],
+        ):
+            _stop(state, stage, grace, say)
+
+
+def _stop(state: DeploymentState, records: list[LegRecord], grace: float, say: Say) -> None:
+    if not records:
+        return
+    left = processes.stop([record.launch_id for record in records], grace, say)
+    if left:
+        raise PdctlError(f"could not be stopped: pids {' '.join(map(str, left))}")
+    for record in records:
+        state.forget(record.name)
+        say(f"{record.name}: stopped")
