@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pd_connector.contract import CONNECTOR_CLASS, CONNECTOR_MODULE
-
 from pdctl.spec.model import Leg as LegSpec
 from pdctl.spec.model import Role, Spec
 from pdctl.spec.rules import CROSS_LAYER_KEY_UNTIL, vllm_version

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pd_connector.contract import PLUGIN_NAME
-
 from pdctl.spec.model import Leg, Role, Spec
 from pdctl.spec.units import format_duration
 

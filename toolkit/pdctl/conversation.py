@@ -1,0 +1,160 @@
+"""Holding a streamed conversation through the router, and the plain answers to compare with."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from pd_connector import contract
+from pdctl.errors import PdctlError
+
+Messages = list[dict[str, str]]
+
+_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
+_WORDS = (
+    "block cache turn token leg route agent trace span lease prompt answer history tool call "
+    "result query table index shard queue batch rank link rail port node fabric memory page"
+).split()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One streamed turn as its client saw it. Times are milliseconds.
+
+    ``outcome``, ``prompt_tokens``, ``tokens_read`` and ``prefill_ms`` are what the router said in
+    its response headers; None when it said nothing.
+    """
+
+    text: str
+    finish_reason: str | None
+    ttft_ms: float
+    latency_ms: float
+    outcome: str | None
+    prompt_tokens: int | None
+    tokens_read: int | None
+    prefill_ms: float | None
+
+
+def new_client() -> httpx.Client:
+    """An HTTP client that goes straight to the legs."""
+    return httpx.Client(timeout=_TIMEOUT, trust_env=False)
+
+
+def user_text(seed: str, characters: int) -> str:
+    """Text of exactly this length that no cache has seen under another seed."""
+    draw = random.Random(seed)
+    text = f"[{seed}]"
+    while len(text) < characters:
+        text += f" {draw.choice(_WORDS)} {draw.randrange(1000)}"
+    return text[:characters]
+
+
+def stream_turn(
+    client: httpx.Client,
+    router_url: str,
+    model: str,
+    messages: Messages,
+    answer_tokens: int,
+    conversation: str,
+) -> Turn:
+    """Send one turn through the router and read its stream to the end.
+
+    Raises:
+        PdctlError: no answer, an error answer, an error in the stream, or a broken stream.
+    """
+    body = _body(model, messages, answer_tokens) | {
+        "stream": True,
+        contract.CONVERSATION_ID: conversation,
+    }
+    begin = time.perf_counter()
+    first = None
+    text, finish_reason, done = "", None, False
+    try:
+        with client.stream("POST", f"{router_url}/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise PdctlError(f"the router answers {response.status_code}: {_reason(response)}")
+            headers = response.headers
+            for event in _events(response):
+                if event == "[DONE]":
+                    done = True
+                    continue
+                chunk = json.loads(event)
+                if "error" in chunk:
+                    raise PdctlError(f"the stream broke off: {chunk['error']}")
+                for choice in chunk.get("choices", []):
+                    content = choice.get("delta", {}).get("content")
+                    if content and first is None:
+                        first = time.perf_counter()
+                    text += content or ""
+                    finish_reason = choice.get("finish_reason") or finish_reason
+    except httpx.HTTPError as error:
+        raise PdctlError(f"{router_url}: {error or type(error).__name__}") from None
+    except ValueError as error:
+        raise PdctlError(f"{router_url}: the stream is not server-sent JSON: {error}") from None
+    end = time.perf_counter()
+    if not done or first is None:
+        raise PdctlError(f"{router_url}: the stream ended without an answer")
+    return Turn(
+        text=text,
+        finish_reason=finish_reason,
+        ttft_ms=(first - begin) * 1000,
+        latency_ms=(end - begin) * 1000,
+        outcome=headers.get(contract.HEADER_REUSE),
+        prompt_tokens=_number(headers.get(contract.HEADER_PROMPT_TOKENS), int),
+        tokens_read=_number(headers.get(contract.HEADER_TOKENS_READ), int),
+        prefill_ms=_number(headers.get(contract.HEADER_PREFILL_MS), float),
+    )
+
+
+def plain_answer(
+    client: httpx.Client, engine_url: str, model: str, messages: Messages, answer_tokens: int
+) -> str:
+    """The answer of one engine alone: no disaggregation, and no cached block of anybody's.
+
+    Raises:
+        PdctlError: the engine does not answer 200.
+    """
+    # A salt of its own keeps prefix caches out, which could hold the very blocks in question.
+    body = _body(model, messages, answer_tokens) | {"cache_salt": f"{random.getrandbits(64):x}"}
+    try:
+        response = client.post(f"{engine_url}/v1/chat/completions", json=body)
+    except httpx.HTTPError as error:
+        raise PdctlError(f"{engine_url}: {error or type(error).__name__}") from None
+    if response.status_code != 200:
+        raise PdctlError(f"{engine_url} answers {response.status_code}: {_reason(response)}")
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def _body(model: str, messages: Messages, answer_tokens: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "messages": messages,
+        "max_tokens": answer_tokens,
+        "temperature": 0,
+        "seed": 0,
+    }
+
+
+def _events(response: httpx.Response) -> Iterator[str]:
+    for line in response.iter_lines():
+        if line.startswith("data:"):
+            yield line[5:].strip()
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]
+
+
+def _number(text: str | None, kind: type[int] | type[float]) -> Any:
+    try:
+        return kind(text) if text is not None else None
+    except ValueError:
+        return None

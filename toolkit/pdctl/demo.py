@@ -1,0 +1,119 @@
+"""One conversation held twice, with bidirectional transfer on and off, and told side by side."""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+
+from pdctl.conversation import Messages, Turn, new_client, plain_answer, stream_turn, user_text
+from pdctl.counters import EngineCounters, engine_counters, settled
+from pdctl.plan import Deployment
+from pdctl.spec import Spec
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DemoTurn:
+    """A turn, and what the prefill engines counted of it. ``plain`` is one engine's own answer."""
+
+    number: int
+    turn: Turn
+    counted: EngineCounters
+    plain: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``on`` and ``off`` hold the same conversation, turn by turn."""
+
+    on: list[DemoTurn]
+    off: list[DemoTurn]
+
+    def problems(self) -> list[str]:
+        """What keeps it from showing the gain; empty when all is as it should be."""
+        found = []
+        for on, off in zip(self.on, self.off, strict=True):
+            if on.turn.text != off.turn.text or on.turn.text != off.plain:
+                found.append(f"turn {on.number}: the answers of on, off and plain differ")
+            if off.counted.external_tokens:
+                found.append(f"turn {on.number}: tokens were read back although it is off")
+            if on.number > 1 and not on.counted.external_tokens:
+                found.append(f"turn {on.number}: nothing was read back ({on.turn.outcome})")
+        return found
+
+    def share_read_back(self, number: int) -> float:
+        """Part of the tokens that decode held after the turn before, that came back: 0 to 1."""
+        before, now = self.on[number - 2], self.on[number - 1]
+        # Decode holds the prompt and all of the answer but its last token, which it never ran.
+        held = before.counted.prompt_tokens + len(before.turn.text) - 1
+        return now.counted.external_tokens / held
+
+
+def hold_conversation(
+    spec: Spec, deployment: Deployment, run_id: str, with_plain: bool, say: Say
+) -> list[DemoTurn]:
+    """Hold the spec's conversation through the running router.
+
+    Args:
+        run_id: makes the texts; the same id gives the same conversation.
+        with_plain: also ask one engine alone for every answer.
+
+    Raises:
+        PdctlError: a turn fails, or the counters cannot be read.
+    """
+    benchmark = spec.benchmark
+    router = deployment.router.url
+    prefill = [leg.url for leg in deployment.role("prefill")]
+    with new_client() as client:
+        say("warming up")
+        _warm_up(client, spec, deployment)
+        messages: Messages = []
+        turns: list[DemoTurn] = []
+        conversation = f"pdctl-demo-{uuid.uuid4().hex}"
+        for number in range(1, benchmark.turns + 1):
+            text = user_text(f"{run_id}-{number}", benchmark.new_chars_per_turn)
+            messages.append({"role": "user", "content": text})
+            before = engine_counters(client, prefill)
+            turn = stream_turn(
+                client,
+                router,
+                deployment.served_name,
+                messages,
+                benchmark.answer_tokens,
+                conversation,
+            )
+            counted = _counted(client, prefill, before, turn)
+            say(f"turn {number}: {turn.outcome}, first token after {turn.ttft_ms:.0f} ms")
+            plain = None
+            if with_plain:
+                plain = plain_answer(
+                    client, prefill[0], deployment.served_name, messages, benchmark.answer_tokens
+                )
+            messages.append({"role": "assistant", "content": turn.text})
+            turns.append(DemoTurn(number, turn, counted, plain))
+        return turns
+
+
+def _warm_up(client: httpx.Client, spec: Spec, deployment: Deployment) -> None:
+    """The first requests of an engine pay for what later ones have; keep that out of the table."""
+    text = user_text(f"warm-up-{uuid.uuid4().hex}", spec.benchmark.new_chars_per_turn)
+    messages = [{"role": "user", "content": text}]
+    for _ in range(2):
+        answer = stream_turn(
+            client, deployment.router.url, deployment.served_name, messages, 8, "pdctl-warm-up"
+        )
+        messages += [
+            {"role": "assistant", "content": answer.text},
+            {"role": "user", "content": text},
+        ]
+
+
+def _counted(
+    client: httpx.Client, prefill: list[str], before: EngineCounters, turn: Turn
+) -> EngineCounters:
+    return settled(
+        lambda: engine_counters(client, prefill) - before,
+        lambda gain: gain.prompt_tokens >= (turn.prompt_tokens or 1),
+    )
