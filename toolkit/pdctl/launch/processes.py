@@ -14,26 +14,43 @@ from pathlib import Path
 MARK = "PDCTL_LAUNCH"
 _KILL_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.1
+_EXEC_POLLS = 20
+_EXEC_POLL_SECONDS = 0.01
 
 
 def find(launch_ids: Iterable[str]) -> dict[str, list[int]]:
     """Living processes of each start, the first one (the leg itself) first."""
     wanted = {f"{MARK}={launch_id}".encode(): launch_id for launch_id in launch_ids}
+    for _ in range(_EXEC_POLLS):
+        found, settled = _scan(wanted)
+        if settled:
+            break
+        time.sleep(_EXEC_POLL_SECONDS)
+    for pids in found.values():
+        pids.sort(key=lambda pid: (not _leads_session(pid), pid))
+    return found
+
+
+def _scan(wanted: dict[bytes, str]) -> tuple[dict[str, list[int]], bool]:
+    """One look at all processes, and whether none of them was amid an exec.
+
+    In the middle of an exec a process shows an empty environment for a moment.
+    """
     found: dict[str, list[int]] = {launch_id: [] for launch_id in wanted.values()}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+    settled = True
+    for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             environ = Path("/proc", entry, "environ").read_bytes()
+            if not environ and os.readlink(f"/proc/{entry}/exe"):
+                settled = False
         except OSError:
+            # It has ended, is another user's, or is a kernel thread or a zombie (no exe).
             continue
         for variable in environ.split(b"\0"):
             if variable in wanted:
                 found[wanted[variable]].append(int(entry))
                 break
-    for pids in found.values():
-        pids.sort(key=lambda pid: (not _leads_session(pid), pid))
-    return found
+    return found, settled
 
 
 def alive(pids: list[int]) -> bool:
