@@ -1,0 +1,101 @@
+"""The answer of a turn, put together from stream chunks or taken from one body."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pd_connector.contract import KV_TRANSFER_PARAMS
+
+COMPLETE = frozenset({"stop", "length", "tool_calls"})
+"""Finish reasons of an answer that ended by itself."""
+
+_REASONING = ("reasoning", "reasoning_content")
+_KNOWN_DELTA = frozenset({"role", "content", "tool_calls", *_REASONING})
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice's answer, chat message or completion text."""
+
+    role: str = "assistant"
+    content: list[str] = field(default_factory=list)
+    tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    reasoning: bool = False
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    handle: dict[str, Any] | None = None
+    unreadable: bool = False
+    """It has an error, a second choice or a part that is not understood here."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.content)
+
+    @property
+    def complete(self) -> bool:
+        return not self.unreadable and self.finish_reason in COMPLETE
+
+    def message(self) -> dict[str, Any]:
+        """The assistant message as a client sends it back."""
+        calls = [self.tool_calls[index] for index in sorted(self.tool_calls)]
+        return {"role": self.role, "content": self.text, "tool_calls": calls}
+
+    def add(self, body: Any) -> None:
+        """Take in a stream chunk or a whole answer; never raises."""
+        try:
+            self._add(body)
+        except (AttributeError, TypeError, ValueError):
+            self.unreadable = True
+
+    def _add(self, body: Any) -> None:
+        if not isinstance(body, dict) or "error" in body:
+            self.unreadable = True
+            return
+        handle = body.get(KV_TRANSFER_PARAMS)
+        if isinstance(handle, dict):
+            self.handle = handle
+        choices = body.get("choices")
+        for choice in choices if isinstance(choices, list) else []:
+            self._add_choice(choice)
+
+    def _add_choice(self, choice: Any) -> None:
+        if not isinstance(choice, dict) or choice.get("index", 0) != 0:
+            self.unreadable = True
+            return
+        if "text" in choice:
+            self._add_text(choice["text"])
+        for name in ("delta", "message"):
+            if isinstance(choice.get(name), dict):
+                self._add_message(choice[name])
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        if choice.get("stop_reason") is not None:
+            self.stop_reason = choice["stop_reason"]
+
+    def _add_message(self, part: dict[str, Any]) -> None:
+        self.role = part.get("role") or self.role
+        self._add_text(part.get("content"))
+        self.reasoning |= any(part.get(name) is not None for name in _REASONING)
+        self.unreadable |= any(part[name] for name in part.keys() - _KNOWN_DELTA)
+        for place, call in enumerate(part.get("tool_calls") or []):
+            self._add_tool_call(place, call)
+
+    def _add_text(self, text: Any) -> None:
+        if isinstance(text, str):
+            self.content.append(text)
+        elif text is not None:
+            self.unreadable = True
+
+    def _add_tool_call(self, place: int, part: Any) -> None:
+        function = part.get("function") if isinstance(part, dict) else None
+        if not isinstance(function, dict):
+            self.unreadable = True
+            return
+        index = part["index"] if isinstance(part.get("index"), int) else place
+        call = self.tool_calls.setdefault(
+            index, {"type": "function", "function": {"arguments": ""}}
+        )
+        for name in ("id", "type"):
+            if part.get(name):
+                call[name] = part[name]
+        if function.get("name"):
+            call["function"]["name"] = function["name"]
+        call["function"]["arguments"] += function.get("arguments") or ""

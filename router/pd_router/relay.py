@@ -1,0 +1,86 @@
+"""Decode's answer on its way to the client: taken note of, and rid of its handle."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pd_connector.contract import KV_TRANSFER_PARAMS
+from pd_router import jsonbytes, sse
+from pd_router.answer import Answer
+from pd_router.errors import clean_error_event
+
+_DONE = b"[DONE]"
+_HANDLE_MARK = f'"{KV_TRANSFER_PARAMS}"'.encode()
+_ERROR_MARK = b'"error"'
+
+OnComplete = Callable[[Answer], None]
+
+
+class StreamRelay:
+    """Passes a stream of server-sent events on, byte for byte but for handles.
+
+    ``on_complete`` is called once with a whole answer, before its last event is handed
+    out, so that the next turn finds what this one left; None spares the parsing.
+    ``secrets`` are words that no error event may tell.
+    """
+
+    def __init__(
+        self, max_event: int, secrets: Sequence[str], on_complete: OnComplete | None
+    ) -> None:
+        self._splitter = sse.Splitter(max_event)
+        self._secrets = secrets
+        self._on_complete = on_complete
+        self._answer = Answer()
+        self.done = False
+        """The engine ended the stream itself."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What the client gets for ``chunk``. Raises :class:`~pd_router.sse.EventTooLarge`."""
+        return b"".join(self._pass(event) for event in self._splitter.feed(chunk))
+
+    def _pass(self, event: bytes) -> bytes:
+        marked = _HANDLE_MARK in event or _ERROR_MARK in event
+        if self._on_complete is None and not marked and _DONE not in event:
+            return event
+        data = sse.data_of(event)
+        if data == _DONE:
+            self.done = True
+            return event
+        if not data:
+            return event
+        try:
+            body = jsonbytes.load(data)
+        except ValueError:
+            self._answer.unreadable = True
+            return sse.event_of(b"") if _HANDLE_MARK in event else event
+        self._note(body)
+        if not marked or not isinstance(body, dict):
+            return event
+        if KV_TRANSFER_PARAMS in body:
+            del body[KV_TRANSFER_PARAMS]
+            event = sse.event_of(jsonbytes.dump(body))
+        if "error" in body:
+            clean = clean_error_event(data, self._secrets)
+            return event if clean is None else sse.event_of(clean)
+        return event
+
+    def _note(self, body: Any) -> None:
+        if self._on_complete is None:
+            return
+        self._answer.add(body)
+        if self._answer.handle is not None and self._answer.complete:
+            self._on_complete(self._answer)
+            self._on_complete = None
+
+
+def relay_body(raw: bytes, on_complete: OnComplete | None) -> bytes:
+    """The client's bytes of a whole answer. Raises :class:`ValueError` if it is not JSON."""
+    body = jsonbytes.load(raw)
+    if on_complete is not None:
+        answer = Answer()
+        answer.add(body)
+        if answer.handle is not None and answer.complete:
+            on_complete(answer)
+    if isinstance(body, dict) and KV_TRANSFER_PARAMS in body:
+        del body[KV_TRANSFER_PARAMS]
+        return jsonbytes.dump(body)
+    return raw

@@ -1,0 +1,219 @@
+"""A router process between fake engines, and a client to talk to it."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fake_engine import FakeEngine
+
+DEADLINE = 60.0
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """Poll until the condition holds."""
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"never came about: {what}")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass
+class Answer:
+    """What a client got."""
+
+    status: int
+    headers: httpx.Headers
+    raw: bytes
+
+    @property
+    def outcome(self) -> str:
+        return self.headers["x-pd-reuse"]
+
+    @property
+    def tokens_read(self) -> int:
+        return int(self.headers["x-pd-tokens-read"])
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.raw)
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The stream's JSON events; it must have ended with [DONE]."""
+        data = [line[6:] for line in self.raw.split(b"\n") if line.startswith(b"data: ")]
+        assert data[-1] == b"[DONE]", self.raw
+        return [json.loads(item) for item in data[:-1]]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant message, as an OpenAI client would send it back."""
+        if b'"chat.completion"' in self.raw:
+            return dict(self.json["choices"][0]["message"])
+        content, calls = "", []
+        for chunk in self.chunks:
+            for choice in chunk["choices"]:
+                content += choice["delta"].get("content") or ""
+                for part in choice["delta"].get("tool_calls") or []:
+                    if part.get("id"):
+                        calls.append({k: v for k, v in part.items() if k != "index"})
+                    else:
+                        calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+        return {"role": "assistant", "content": content, "tool_calls": calls}
+
+    @property
+    def text(self) -> str:
+        if b"data: " in self.raw:
+            return "".join(c["text"] for chunk in self.chunks for c in chunk["choices"])
+        return str(self.json["choices"][0]["text"])
+
+
+@dataclass
+class Router:
+    """A running router and the engines behind it."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log_path: Path
+    prefill: list[FakeEngine]
+    decode: list[FakeEngine]
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=DEADLINE))
+
+    def post(self, body: Any, path: str = "/v1/chat/completions", **headers: str) -> Answer:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        answer = self.http.post(self.url + path, content=content, headers=named)
+        self.check_secrets(answer.content + repr(answer.headers).encode())
+        return Answer(answer.status_code, answer.headers, answer.content)
+
+    def check_secrets(self, seen: bytes) -> None:
+        """No client byte may tell of engines and handles."""
+        for engine in self.engines:
+            leaked = [secret for secret in engine.secrets if secret.encode() in seen]
+            assert leaked == [], seen
+
+    def get(self, path: str) -> httpx.Response:
+        return self.http.get(self.url + path)
+
+    def metric(self, name: str, **labels: str) -> float:
+        text = ",".join(f'{k}="{v}"' for k, v in labels.items())
+        sample = f"{name}{{{text}}}" if labels else name
+        found = re.search(rf"^{re.escape(sample)} (\S+)$", self.get("/metrics").text, re.M)
+        return float(found.group(1)) if found else 0.0
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    @property
+    def engines(self) -> list[FakeEngine]:
+        return [*self.prefill, *self.decode]
+
+    def reset(self) -> None:
+        for engine in self.engines:
+            engine.reset()
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(DEADLINE)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.http.close()
+        return self.process.returncode
+
+
+StartRouter = Callable[..., Router]
+numbers = itertools.count()
+
+
+def launch(
+    log_dir: Path,
+    prefill: list[FakeEngine],
+    decode: list[FakeEngine],
+    *flags: str,
+    connector: str = "pdctl",
+    bidirectional: str = "on",
+    handle_ttl: float = 450,
+    decode_ttl: float = 480,
+    host: str = "127.0.0.1",
+) -> Router:
+    port = free_port(host)
+    legs = []
+    for role, engines in (("prefill", prefill), ("decode", decode)):
+        for index, engine in enumerate(engines):
+            legs += [f"--{role}", f"{role}-{index}={engine.url}"]
+    log_path = log_dir / f"router-{next(numbers)}.log"
+    command = [sys.executable, "-m", "pd_router", "--name", "router-0", "--host", host]
+    command += ["--port", str(port), *legs, "--connector", connector]
+    command += ["--bidirectional", bidirectional]
+    command += ["--handle-ttl", str(handle_ttl), "--decode-ttl", str(decode_ttl), *flags]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
+    address = f"[{host}]" if ":" in host else host
+    router = Router(process, f"http://{address}:{port}", log_path, prefill, decode)
+
+    def listening() -> bool:
+        assert process.poll() is None, log_path.read_text()
+        with contextlib.suppress(httpx.ConnectError):
+            return router.get("/metrics").status_code == 200
+        return False
+
+    try:
+        wait_for(listening, "the router listens")
+    except BaseException:
+        router.stop()
+        raise
+    return router
+
+
+@dataclass
+class Chat:
+    """A client's conversation: it appends every answer to its history."""
+
+    router: Router
+    id: str | None
+    stream: bool = True
+    key: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def body(self, text: str, **fields: Any) -> dict[str, Any]:
+        messages = [*self.messages, {"role": "user", "content": text}]
+        body = {"model": "fake", "messages": messages, "stream": self.stream}
+        if self.id is not None:
+            body["conversation_id"] = self.id
+        return body | self.fields | fields
+
+    def say(self, text: str, **fields: Any) -> Answer:
+        body = self.body(text, **fields)
+        headers = {"authorization": self.key} if self.key else {}
+        answer = self.router.post(body, **headers)
+        if answer.status == 200:
+            self.messages = [*body["messages"], answer.message]
+        return answer
