@@ -86,5 +86,19 @@ ENGINE_NIXL_EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 
 # How the plugin and the connector are named to vLLM.
 PLUGIN_NAME = "pd_connector"
-CONNECTOR_CLASS = "PdNixlPullConnector"
+CONNECTOR_CLASS = "NixlConnector"
+"""vLLM's own name, because vLLM tests for it (``has_connector`` in ``config/vllm.py``); the module
+path beside it takes priority over vLLM's class of that name."""
 CONNECTOR_MODULE = "pd_connector.connector"
+
+# Lines in an engine's log that tell what of pd_connector is at work there.
+LOG_STREAM_ACTIVE = "pd_connector: streamed answers carry kv_transfer_params"
+"""Once per API server process of a disaggregated engine."""
+LOG_STREAM_INACTIVE = "pd_connector: streamed answers do not carry kv_transfer_params"
+"""Followed by ``: <reason>``; vLLM is left unpatched."""
+LOG_CONNECTOR_ACTIVE = "pd_connector: connector active"
+"""Followed by ``: role=... bidirectional=... kv_recompute_threshold=... (tokens)
+decoder_kv_blocks_ttl=... (seconds) kv_load_failure_policy=... readback=on|off``,
+once per engine core."""
+LOG_READBACK_UNSUPPORTED = "pd_connector: readback is off on this leg"
+"""Followed by ``: <reason>``; every prompt is recomputed with outcome ``disabled``."""

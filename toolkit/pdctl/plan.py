@@ -10,12 +10,11 @@ from typing import Any, Literal, TypeVar
 from pd_connector.contract import CONNECTOR_CLASS, CONNECTOR_MODULE
 from pdctl.spec.model import Leg as LegSpec
 from pdctl.spec.model import Role, Spec
-from pdctl.spec.rules import CROSS_LAYER_KEY_UNTIL, vllm_version
+from pdctl.spec.units import GIB, format_number
+from pdctl.spec.versions import cross_layers
 
 NONCE = "{nonce}"
 """Stands in an engine id for the part that a start fills in."""
-
-GIB = 2**30
 
 T = TypeVar("T")
 
@@ -83,14 +82,13 @@ class Deployment:
         return tuple(leg for leg in self.legs if leg.role == role)
 
 
-def plan(spec: Spec, base: Path, bidirectional: bool | None = None) -> Deployment:
+def plan(spec: Spec, base: Path) -> Deployment:
     """The processes of a spec.
 
     Args:
         base: folder that relative paths of the spec start from (the spec file's).
-        bidirectional: overrides ``kv_transfer.bidirectional`` on all legs alike.
     """
-    on = spec.kv_transfer.bidirectional if bidirectional is None else bidirectional
+    on = spec.kv_transfer.bidirectional
     engines = tuple(
         _engine(spec, base, role, index, leg, on)
         for role in ("prefill", "decode")
@@ -173,8 +171,8 @@ def _environment(spec: Spec, role: str, settings: Role, leg: LegSpec) -> Iterato
         "First handshake port; every data-parallel rank adds its number.",
     )
     if spec.engine.device == "cpu":
-        gib = spec.engine.cpu_kv_cache / GIB
-        yield Variable("VLLM_CPU_KVCACHE_SPACE", f"{gib:g}", "KV cache of this leg, in GiB.")
+        gib = spec.engine.cpu_kv_cache // GIB
+        yield Variable("VLLM_CPU_KVCACHE_SPACE", str(gib), "KV cache of this leg, in GiB.")
     if spec.observability.nixl_log_level:
         yield Variable(
             "NIXL_LOG_LEVEL", spec.observability.nixl_log_level, "What NIXL itself logs."
@@ -189,22 +187,12 @@ def _environment(spec: Spec, role: str, settings: Role, leg: LegSpec) -> Iterato
     merged = {
         name: Variable(name, value, why) for env, why in sources for name, value in env.items()
     }
-    yield from merged.values()
-
-
-def _cross_layers(spec: Spec) -> Literal["key", "layout", "off"]:
-    """How this vLLM lays all layers of a block side by side, if it is to."""
-    wanted = spec.kv_transfer.cross_layer_blocks
-    has_key = vllm_version(spec) < CROSS_LAYER_KEY_UNTIL
-    if wanted == "auto":
-        return "key" if has_key and spec.engine.device == "cuda" else "off"
-    if not wanted:
-        return "off"
-    return "key" if has_key else "layout"
+    # In one order whatever the file's is: a spec that only moves keys changes no script.
+    yield from (merged[name] for name in sorted(merged))
 
 
 def _cross_layer_environment(spec: Spec) -> Iterator[Variable]:
-    how = _cross_layers(spec)
+    how = cross_layers(spec)
     if how == "key":
         yield Variable(
             "VLLM_USE_V2_MODEL_RUNNER",
@@ -241,7 +229,9 @@ def _flags(spec: Spec, base: Path, role: str, settings: Role, leg: LegSpec) -> I
         yield Flag(("--kv-cache-dtype", model.kv_cache_dtype), "The same on all legs.")
     utilization = _setting(leg, settings, "gpu_memory_utilization", 0.0)
     if utilization:
-        yield Flag(("--gpu-memory-utilization", f"{utilization:g}"), "Share of device memory.")
+        yield Flag(
+            ("--gpu-memory-utilization", format_number(utilization)), "Share of device memory."
+        )
     if kv.block_size:
         yield Flag(
             ("--block-size", str(kv.block_size)),
@@ -303,7 +293,7 @@ def _kv_config(spec: Spec, role: str, index: int, leg: LegSpec, on: bool) -> dic
         "decoder_kv_blocks_ttl": ttl,
         "bidirectional_kv_xfer": on,
     }
-    if _cross_layers(spec) == "key":
+    if cross_layers(spec) == "key":
         extra["enable_cross_layers_blocks"] = "True"
     return config | {
         "kv_buffer_device": kv.buffer_device or spec.engine.device,
@@ -331,12 +321,15 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
     ]
     flags += [
         Flag(
-            ("--handle-ttl", f"{router.handle_ttl:g}"),
+            ("--handle-ttl", format_number(router.handle_ttl)),
             "Seconds a handle is kept; below decode's TTL, so that blocks outlive handles.",
         ),
-        Flag(("--decode-ttl", f"{spec.kv_transfer.decode_ttl:g}"), "Decode's TTL, in seconds."),
         Flag(
-            ("--readback-timeout", f"{router.readback_timeout:g}"),
+            ("--decode-ttl", format_number(spec.kv_transfer.decode_ttl)),
+            "Decode's TTL, in seconds.",
+        ),
+        Flag(
+            ("--readback-timeout", format_number(router.readback_timeout)),
             "Longest wait, in seconds, for a prefill that reads back.",
         ),
         Flag(("--connector", spec.kv_transfer.connector), "What the engines run."),

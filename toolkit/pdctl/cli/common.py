@@ -35,14 +35,14 @@ bidir_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def read_spec(path: Path) -> Loaded:
-    """The spec; its warnings go to stderr.
+def read_spec(path: Path, bidirectional: bool | None = None) -> Loaded:
+    """The spec, with bidirectional transfer as it is or as asked for; its warnings go to stderr.
 
     Raises:
         PdctlError: with every fault, one a line, and exit code 2.
     """
     try:
-        loaded = load(path)
+        loaded = load(path, bidirectional)
     except SpecError as error:
         raise PdctlError(str(error), 2) from None
     for warning in loaded.warnings:
@@ -51,9 +51,8 @@ def read_spec(path: Path) -> Loaded:
 
 
 def read_plan(path: Path, bidir: str | None = None) -> tuple[Loaded, Deployment]:
-    loaded = read_spec(path)
-    wanted = None if bidir is None else bidir == "on"
-    return loaded, plan(loaded.spec, path.parent, wanted)
+    loaded = read_spec(path, None if bidir is None else bidir == "on")
+    return loaded, plan(loaded.spec, path.parent)
 
 
 def print_json(value: Any) -> None:

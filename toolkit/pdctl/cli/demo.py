@@ -82,26 +82,27 @@ def _rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 def _print(comparison: Comparison) -> None:
     table = Table(title="The same conversation with bidirectional transfer on and off")
-    for heading in ("turn", "bidirectional", "prompt tokens", "read back", "of the turn before"):
-        table.add_column(heading, justify="right")
-    for heading in ("computed", "prefill ms", "TTFT ms", "outcome"):
-        table.add_column(heading, justify="right")
+    for heading in ("turn", "bidir", "prompt", "read back", "computed", "prefill ms", "TTFT ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
     for on, off in zip(comparison.on, comparison.off, strict=True):
         for bidir, turn in (("on", on), ("off", off)):
             row = _row(turn)
-            share = "-"
+            read_back = str(row["tokens_read_back"])
             if bidir == "on" and turn.number > 1:
-                share = f"{comparison.share_read_back(turn.number):.0%}"
+                read_back += f" ({comparison.share_read_back(turn.number):.0%})"
             table.add_row(
                 str(turn.number) if bidir == "on" else "",
                 bidir,
                 str(row["prompt_tokens"]),
-                str(row["tokens_read_back"]),
-                share,
+                read_back,
                 str(row["tokens_computed"]),
                 "-" if row["prefill_ms"] is None else f"{row['prefill_ms']:.0f}",
                 f"{row['ttft_ms']:.0f}",
                 str(row["outcome"]),
                 end_section=bidir == "off",
             )
-    Console(soft_wrap=False).print(table)
+    Console().print(table)
+    click.echo(
+        "read back: tokens from decode, and their share of what it held after the turn before"
+    )

@@ -29,7 +29,7 @@ def command(spec: Path, output: Path, bidir: str | None) -> None:
         output.mkdir(parents=True, exist_ok=True)
         for file in render(deployment):
             path = output / file.name
-            path.write_text(file.text)
+            path.write_text(file.text, encoding="utf-8", newline="\n")
             path.chmod(0o755 if file.executable else 0o644)
             click.echo(path)
     except OSError as error:

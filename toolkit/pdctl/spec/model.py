@@ -3,27 +3,75 @@
 Field descriptions are the JSON Schema's (``pdctl schema``).
 """
 
+import ipaddress
+import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+)
 
-from pdctl.spec.units import Duration, Size
+from pdctl.spec.units import GIB, Duration, Size
+
+MOST = 10**9
+"""No count in a spec is larger."""
+
+NAME = r"^[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?$"
+VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+HOST = (
+    r"^(?:[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?"
+    r"|[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:]{0,34}:[0-9A-Fa-f:.]{0,34})$"
+)
+CACHE_DTYPE = r"^[a-z0-9_]+$"
+PROVIDER = r"^[a-z0-9_;-]+$"
+HEADER = r"^[A-Za-z0-9-]+$"
+URL = r"^https?://[!-~]+$"
+FORMS = {
+    NAME: "lower-case letters, digits and '-' (at most 63, no '-' first or last)",
+    VARIABLE: "a variable's name (letters, digits and '_')",
+    HOST: "a host name or IP address (without scheme, port or brackets)",
+    CACHE_DTYPE: "a cache dtype such as auto or fp8_e4m3",
+    PROVIDER: "a libfabric provider such as efa or tcp",
+    HEADER: "a header's name (letters, digits and '-')",
+    URL: "an http:// or https:// URL",
+}
+"""What each pattern stands for, in messages."""
 
 
-def _env_value(value: object) -> object:
-    """YAML reads ``1`` and ``on`` as int and bool; the environment only has text."""
+def _as_text(value: object) -> object:
+    """A number or switch as YAML reads it; loading a file keeps the text as it stands there."""
     if isinstance(value, bool):
-        return "1" if value else "0"
+        return "true" if value else "false"
     return str(value) if isinstance(value, int | float) else value
 
 
-EnvValue = Annotated[str, BeforeValidator(_env_value)]
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Env = dict[EnvName, EnvValue]
+def _address(text: str) -> str:
+    if ":" in text or re.fullmatch(r"[0-9.]+", text):
+        try:
+            ipaddress.ip_address(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not an IP address") from None
+    return text
+
+
+Text = Annotated[
+    str,
+    BeforeValidator(_as_text),
+    WithJsonSchema({"type": ["string", "number", "boolean"]}),
+]
+"""Text as the file has it, also where YAML sees a number or a switch."""
+Env = Annotated[
+    dict[Annotated[str, Field(pattern=VARIABLE)], Text],
+    Field(json_schema_extra={"additionalProperties": False}),
+]
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
-Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")]
-Argument = Annotated[str, BeforeValidator(_env_value)]
-Tokens = Annotated[int, Field(strict=True)]
+Host = Annotated[str, Field(pattern=HOST), AfterValidator(_address)]
+Count = Annotated[int, Field(ge=1, le=MOST, strict=True)]
 
 
 class Section(BaseModel):
@@ -40,16 +88,16 @@ class Model(Section):
         None, min_length=1, description="The name clients put into 'model'; the id when left out."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    max_model_len: Tokens = Field(gt=0, description="Longest prompt plus answer, in tokens.")
+    max_model_len: Count = Field(description="Longest prompt plus answer, in tokens.")
     kv_cache_dtype: str = Field(
-        "auto", pattern=r"^[a-z0-9_]+$", description="vLLM's --kv-cache-dtype, on every leg."
+        "auto", pattern=CACHE_DTYPE, description="vLLM's --kv-cache-dtype, on every leg."
     )
 
 
 class ExtraArgs(Section):
-    all: list[Argument] = Field(default_factory=list, description="For every engine leg.")
-    prefill: list[Argument] = Field(default_factory=list)
-    decode: list[Argument] = Field(default_factory=list)
+    all: list[Text] = Field(default_factory=list, description="For every engine leg.")
+    prefill: list[Text] = Field(default_factory=list)
+    decode: list[Text] = Field(default_factory=list)
 
 
 class Engine(Section):
@@ -62,7 +110,7 @@ class Engine(Section):
     python: str | None = Field(
         None, min_length=1, description="Python interpreter that has vLLM, instead of 'venv'."
     )
-    cpu_kv_cache: Size = Field(2**30, description="KV cache of one leg when device is cpu.")
+    cpu_kv_cache: Size = Field(GIB, description="KV cache of one leg when device is cpu.")
     env: Env = Field(default_factory=dict, description="Environment of every engine leg.")
     extra_args: ExtraArgs = Field(
         default_factory=ExtraArgs, description="Further vLLM arguments, appended as they are."
@@ -81,8 +129,12 @@ class KvTransfer(Section):
         None, description="Where transfer buffers live; the engine's device when left out."
     )
     bidirectional: bool = Field(True, description="Prefill reads decode's blocks back.")
-    recompute_threshold: Tokens = Field(
-        64, ge=0, description="Fewer reusable tokens than this are recomputed, not read."
+    recompute_threshold: int = Field(
+        64,
+        ge=0,
+        le=MOST,
+        strict=True,
+        description="Fewer reusable tokens than this are recomputed, not read.",
     )
     decode_ttl: Duration = Field(
         480.0, description="How long decode keeps a finished turn's blocks (not renewed)."
@@ -95,13 +147,12 @@ class KvTransfer(Section):
         description="Pattern of engine ids: {deployment}, {role}, {leg}, and {nonce}, "
         "which is new at every start.",
     )
-    block_size: Tokens | None = Field(
+    block_size: Count | None = Field(
         128,
-        gt=0,
         description="Tokens per KV block; large blocks mean few descriptors per transfer. "
         "null leaves it to vLLM.",
     )
-    cross_layer_blocks: bool | Literal["auto"] = Field(
+    cross_layer_blocks: Literal["auto", True, False] = Field(
         "auto",
         description="All layers of a block side by side, so that one descriptor moves them. "
         "auto: on where it was measured (CUDA, vLLM before 0.29).",
@@ -111,29 +162,29 @@ class KvTransfer(Section):
 class Fabric(Section):
     provider: str | None = Field(
         None,
-        pattern=r"^[a-z0-9_;-]+$",
+        pattern=PROVIDER,
         description="libfabric provider (FI_PROVIDER), e.g. efa; null leaves FI_PROVIDER unset.",
     )
-    interfaces: int | None = Field(
-        None, gt=0, strict=True, description="Fabric interfaces a node should have, e.g. 16."
+    interfaces: Count | None = Field(
+        None, description="Fabric interfaces a node should have, e.g. 16."
     )
     env: Env = Field(default_factory=dict, description="FI_*, UCX_* and NIXL_* variables.")
 
 
 class LegSettings(Section):
-    tensor_parallel: int = Field(1, gt=0, le=1024, strict=True)
+    tensor_parallel: int = Field(1, ge=1, le=1024, strict=True)
     data_parallel: int = Field(
-        1, gt=0, le=1024, strict=True, description="Ranks; each takes a side-channel port."
+        1, ge=1, le=1024, strict=True, description="Ranks; each takes a side-channel port."
     )
-    max_model_len: Tokens | None = Field(None, gt=0, description="Must be the same on all legs.")
-    max_num_seqs: int | None = Field(None, gt=0, strict=True)
+    max_model_len: Count | None = Field(None, description="Must be the same on all legs.")
+    max_num_seqs: Count | None = None
     prefix_caching: bool | None = Field(
         None, description="Off on prefill and on on decode when left out, as in the article."
     )
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1, strict=True)
     enforce_eager: bool = Field(False, description="No compilation and no CUDA graphs.")
     env: Env = Field(default_factory=dict)
-    extra_args: list[Argument] = Field(default_factory=list)
+    extra_args: list[Text] = Field(default_factory=list)
 
 
 class Leg(LegSettings):
@@ -148,7 +199,7 @@ class Leg(LegSettings):
     side_channel_port: Port = Field(
         5600, description="NIXL handshake port, the first of one per data-parallel rank."
     )
-    engine_id: str | None = Field(None, description="Pattern for this leg alone.")
+    engine_id: str | None = Field(None, min_length=1, description="Pattern for this leg alone.")
 
 
 class Role(LegSettings):
@@ -166,7 +217,7 @@ class Router(Section):
     readback_timeout: Duration = Field(
         60.0, description="Longest wait for a prefill that reads back, before it is recomputed."
     )
-    conversation_headers: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")]] = Field(
+    conversation_headers: list[Annotated[str, Field(pattern=HEADER)]] = Field(
         default_factory=list,
         description="Further request headers that name a conversation.",
     )
@@ -178,7 +229,7 @@ class Router(Section):
 class Observability(Section):
     otlp_endpoint: str | None = Field(
         None,
-        pattern=r"^https?://\S+$",
+        pattern=URL,
         description="OpenTelemetry collector for the engines' own spans.",
     )
     nixl_log_level: Literal["TRACE", "DEBUG", "INFO", "WARN", "ERROR"] | None = Field(
@@ -190,25 +241,23 @@ class Benchmark(Section):
     """The conversation that ``pdctl verify`` and ``pdctl demo`` hold."""
 
     turns: int = Field(4, ge=2, le=64, strict=True)
-    new_chars_per_turn: int = Field(
-        1000, gt=0, strict=True, description="Characters of new text in every turn."
-    )
-    answer_tokens: Tokens = Field(32, gt=0)
+    new_chars_per_turn: Count = Field(1000, description="Characters of new text in every turn.")
+    answer_tokens: Count = 32
 
 
 class Spec(Section):
     """One deployment."""
 
     name: str = Field(
-        pattern=r"^[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?$",
+        pattern=NAME,
         description="Lower-case letters, digits and '-'; deployments side by side differ in it.",
     )
-    model: Model
+    model: Model = Field(description="What is served.")
     engine: Engine = Field(default_factory=Engine)
     kv_transfer: KvTransfer = Field(default_factory=KvTransfer)
     fabric: Fabric = Field(default_factory=Fabric)
-    prefill: Role
-    decode: Role
+    prefill: Role = Field(description="The legs that compute prompts, and their settings.")
+    decode: Role = Field(description="The legs that generate answers, and their settings.")
     router: Router = Field(default_factory=Router)
     observability: Observability = Field(default_factory=Observability)
     benchmark: Benchmark = Field(default_factory=Benchmark)

@@ -1,0 +1,43 @@
+"""The connector that a kv-transfer-config names with :data:`CONNECTOR_CLASS` and
+:data:`CONNECTOR_MODULE` of :mod:`pd_connector.contract`."""
+
+from typing import Any
+
+from pd_connector.seams import UnsupportedVllmError, missing_in
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+        NixlPullConnectorScheduler,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
+        NixlPullConnectorWorker,
+    )
+
+    from pd_connector.scheduler import PdPullScheduler
+    from pd_connector.worker import ExpiredReads, PdPullWorker
+except ImportError as error:
+    raise UnsupportedVllmError([str(error)]) from error
+
+
+class NixlConnector(NixlPullConnector):  # type: ignore[misc]
+    """vLLM's NIXL pull connector with a readback that is proven and never hangs.
+
+    It has vLLM's name because vLLM compares the configured name with its own.
+    Raises UnsupportedVllmError at start-up on a vLLM it does not fit.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        missing = missing_in(NixlPullConnectorScheduler, NixlPullConnectorWorker, NixlPullConnector)
+        if missing:
+            raise UnsupportedVllmError(missing)
+        # Not NixlPullConnector's own: it would build the two sides that are replaced here.
+        super(NixlPullConnector, self).__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = PdPullScheduler(vllm_config, self.engine_id, kv_cache_config)
+        else:
+            self.connector_worker = PdPullWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    def build_connector_worker_meta(self) -> ExpiredReads | None:
+        return self.connector_worker.take_expired_reads() if self.connector_worker else None

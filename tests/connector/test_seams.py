@@ -1,0 +1,74 @@
+"""A vLLM that lacks what the connector builds on is refused with what is missing."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pd_connector.seams import UnsupportedVllmError, missing_attributes, missing_in
+
+
+class Scheduler:
+    """The seams as vLLM 0.26 to 0.32 have them."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any: ...
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> Any:
+        return "_remote_blocks_processed"
+
+    def update_connector_output(self, connector_output: Any) -> Any: ...
+
+    def request_finished(self, request: Any, block_ids: Any) -> Any: ...
+
+
+class Worker:
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> Any: ...
+
+    def _is_turn2_read_expired(self, meta: Any) -> Any: ...
+
+    def _handle_failed_transfer(self, req_id: str, handle: Any) -> Any: ...
+
+
+class Connector:
+    def build_connector_worker_meta(self) -> Any: ...
+
+
+def test_nothing_is_missing_where_all_is_there() -> None:
+    assert missing_in(Scheduler, Worker, Connector) == []
+
+
+@pytest.mark.parametrize("name", ["get_num_new_matched_tokens", "request_finished"])
+def test_a_missing_method_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delattr(Scheduler, name)
+    assert missing_in(Scheduler, Worker, Connector) == [f"Scheduler.{name}"]
+
+
+def test_a_missing_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "_is_turn2_read_expired", lambda self, request: False)
+    assert missing_in(Scheduler, Worker, Connector) == ["Worker._is_turn2_read_expired(meta)"]
+
+
+def test_another_way_to_stop_the_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update_state_after_alloc(
+        self: Any, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None: ...
+
+    monkeypatch.setattr(Scheduler, "update_state_after_alloc", update_state_after_alloc)
+    (missing,) = missing_in(Scheduler, Worker, Connector)
+    assert "_remote_blocks_processed" in missing
+
+
+def test_missing_attributes_are_named() -> None:
+    scheduler = SimpleNamespace(
+        is_bidirectional_kv_xfer_enabled=True,
+        use_host_buffer=False,
+        decoder_kv_blocks_ttl=480,
+        _reqs_in_batch=set(),
+    )
+    assert missing_attributes(scheduler) == ["SimpleNamespace.kv_recompute_threshold"]
+
+
+def test_the_refusal_says_what_to_do() -> None:
+    text = str(UnsupportedVllmError(["Scheduler.request_finished"]))
+    assert "missing Scheduler.request_finished" in text
+    assert "kv_transfer.connector: stock" in text
