@@ -1,9 +1,12 @@
 """Worker side of the connector: tells an expired read from a failed one."""
 
+import os
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.platforms import current_platform
 
 from pd_connector.kvcache import only_full_attention
 
@@ -22,7 +25,10 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     """vLLM's pull worker, with two gaps in its failure handling closed."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        cores = _own_cores()
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        if cores:
+            os.sched_setaffinity(0, cores)
         self._expired_reads: set[str] = set()
         self._read_declined = False
         # vLLM names the blocks of a failed read only where it takes every layer for
@@ -63,6 +69,18 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         if meta is not None and self._names_failed_blocks:
             self._invalid_block_ids.put(set(meta.local_block_ids[0]))
         return super()._handle_failed_transfer(req_id, handle, *args, **kwargs)
+
+
+def _own_cores() -> set[int] | None:
+    """The cores to go back to once vLLM has set up its transfers, if any.
+
+    vLLM's CPU worker moves its main thread to the machine's last core, away from the
+    computing threads. With a single one the main thread is that thread, and the legs
+    of a small machine would all compute on the same core.
+    """
+    if not current_platform.is_cpu() or torch.get_num_threads() > 1:
+        return None
+    return os.sched_getaffinity(0)
 
 
 def _only_notifies(meta: Any) -> bool:

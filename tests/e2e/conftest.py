@@ -60,6 +60,9 @@ class Deployment:
         self.spec["prefill"]["legs"][0] |= {"port": prefill, "side_channel_port": side_p}
         self.spec["decode"]["legs"][0] |= {"port": decode, "side_channel_port": side_d}
         self.spec["router"]["port"] = router
+        # Decode keeps a core busy while it holds blocks: not longer than the tests need.
+        self.spec["kv_transfer"]["decode_ttl"] = "120s"
+        self.spec["router"]["handle_ttl"] = "110s"
         self.client = httpx.Client(timeout=300, trust_env=False)
         self.write()
 

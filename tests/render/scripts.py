@@ -67,7 +67,7 @@ def render(spec: Path | dict[str, Any], folder: Path, *options: str) -> dict[str
 def run(folder: Path, name: str, *programs: str) -> Started:
     """Run ``folder/out/name`` with fake programs first on PATH (vllm and python when none are
     named; paths are below HOME, which is ``folder``)."""
-    for program in programs or ("bin/vllm", "bin/python"):
+    for program in programs or ("bin/vllm", "bin/python3"):
         path = folder / program
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(FAKE)

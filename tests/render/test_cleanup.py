@@ -54,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         folder = tmp_path / deployment / leg
         folder.mkdir(parents=True)
         render({**SPEC, "name": deployment}, tmp_path / deployment)
-        for program in ("vllm", "python"):
+        for program in ("vllm", "python3"):
             path = folder / program
             path.write_text(STUBBORN)
             path.chmod(0o755)

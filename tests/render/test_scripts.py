@@ -18,7 +18,7 @@ from tests.render.scripts import EXAMPLES, SPEC, render, run
 P5EN = next(path for path in EXAMPLES if path.stem == "p5en-qwen3-32b")
 GLM = next(path for path in EXAMPLES if path.stem == "p5en-glm-5-fp8")
 LAPTOP = next(path for path in EXAMPLES if path.stem == "laptop")
-VENV_PD = ("venv-pd/bin/vllm", "venv-pd/bin/python")
+VENV_PD = ("venv-pd/bin/vllm", "venv-pd/bin/python3")
 
 
 def spec(**sections: Any) -> dict[str, Any]:
@@ -114,17 +114,17 @@ def test_the_laptop_legs(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     shutil.copy(LAPTOP, folder)
     render(folder / LAPTOP.name, tmp_path)
-    leg = run(tmp_path, "prefill-0.sh", "work/.venv/bin/python")
+    leg = run(tmp_path, "prefill-0.sh", "work/.venv/bin/python3")
     module = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
-    assert leg.argv[:5] == ["python", *module, str(tmp_path / "work/.cache/canary")]
+    assert leg.argv[:5] == ["python3", *module, str(tmp_path / "work/.cache/canary")]
     assert leg.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert leg.env["VLLM_CPU_OMP_THREADS_BIND"] == "0"
     assert leg.env["HF_HUB_OFFLINE"] == "1"
     assert "FI_PROVIDER" not in leg.env
     assert leg.kv["kv_buffer_device"] == "cpu"
     assert leg.kv["kv_connector_extra_config"]["backends"] == ["UCX"]
-    router = run(tmp_path, "router-0.sh", "work/.venv/bin/python")
-    assert router.argv[:3] == ["python", "-m", "pd_router"]
+    router = run(tmp_path, "router-0.sh", "work/.venv/bin/python3")
+    assert router.argv[:3] == ["python3", "-m", "pd_router"]
     assert router.value("--prefill") == "prefill-0=http://127.0.0.1:8100"
     assert router.value("--decode") == "decode-0=http://127.0.0.1:8200"
     assert (router.value("--handle-ttl"), router.value("--decode-ttl")) == ("450", "480")
@@ -289,9 +289,9 @@ def test_names_and_paths_are_inert(value: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["it's", "$(touch executed)", "`touch executed`", "a b", "ü\nx"])
 def test_a_venv_with_an_odd_name(value: str, tmp_path: Path) -> None:
     render(spec(engine={"venv": value}), tmp_path)
-    leg = run(tmp_path, "prefill-0.sh", f"{value}/bin/vllm", f"{value}/bin/python")
+    leg = run(tmp_path, "prefill-0.sh", f"{value}/bin/vllm", f"{value}/bin/python3")
     assert leg.env["PATH"].startswith(f"{tmp_path}/{value}/bin:")
-    assert run(tmp_path, "router-0.sh").argv[0] == "python"
+    assert run(tmp_path, "router-0.sh").argv[0] == "python3"
     assert not (tmp_path / "executed").exists()
 
 
@@ -319,7 +319,7 @@ def test_home_is_the_nodes(tmp_path: Path) -> None:
 def test_without_pd_connector_a_leg_says_so_and_does_not_start(tmp_path: Path) -> None:
     render(SPEC, tmp_path)
     run(tmp_path, "prefill-0.sh")
-    (tmp_path / "bin/python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin/python3").write_text("#!/bin/sh\nexit 1\n")
     ended = subprocess.run(
         [tmp_path / "out/prefill-0.sh"],
         env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "FAKE_OUTPUT": str(tmp_path / "started")},

@@ -11,6 +11,7 @@ import httpx
 
 from pd_connector import contract
 from pdctl.errors import PdctlError
+from pdctl.spec.model import Benchmark
 
 Messages = list[dict[str, str]]
 
@@ -51,6 +52,13 @@ def user_text(seed: str, characters: int) -> str:
     while len(text) < characters:
         text += f" {draw.choice(_WORDS)} {draw.randrange(1000)}"
     return text[:characters]
+
+
+def turn_text(benchmark: Benchmark, seed: str, number: int) -> str:
+    """New text of a turn, counted from 1, of the conversation that a spec describes."""
+    first = number == 1
+    length = benchmark.first_turn_chars if first else benchmark.new_chars_per_turn
+    return user_text(f"{seed}-{number}", length)
 
 
 def stream_turn(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from pdctl.conversation import Messages, Turn, new_client, plain_answer, stream_turn, user_text
+from pdctl.conversation import Messages, Turn, new_client, plain_answer, stream_turn, turn_text
 from pdctl.counters import EngineCounters, engine_counters, settled
 from pdctl.plan import Deployment
 from pdctl.spec import Spec
@@ -73,7 +73,7 @@ def hold_conversation(
         turns: list[DemoTurn] = []
         conversation = f"pdctl-demo-{uuid.uuid4().hex}"
         for number in range(1, benchmark.turns + 1):
-            text = user_text(f"{run_id}-{number}", benchmark.new_chars_per_turn)
+            text = turn_text(benchmark, run_id, number)
             messages.append({"role": "user", "content": text})
             before = engine_counters(client, prefill)
             turn = stream_turn(
@@ -98,16 +98,15 @@ def hold_conversation(
 
 def _warm_up(client: httpx.Client, spec: Spec, deployment: Deployment) -> None:
     """The first requests of an engine pay for what later ones have; keep that out of the table."""
-    text = user_text(f"warm-up-{uuid.uuid4().hex}", spec.benchmark.new_chars_per_turn)
-    messages = [{"role": "user", "content": text}]
-    for _ in range(2):
+    seed = f"warm-up-{uuid.uuid4().hex}"
+    messages: Messages = []
+    for number in (1, 2):
+        text = turn_text(spec.benchmark, seed, number)
+        messages.append({"role": "user", "content": text})
         answer = stream_turn(
             client, deployment.router.url, deployment.served_name, messages, 8, "pdctl-warm-up"
         )
-        messages += [
-            {"role": "assistant", "content": answer.text},
-            {"role": "user", "content": text},
-        ]
+        messages.append({"role": "assistant", "content": answer.text})
 
 
 def _counted(

@@ -52,11 +52,11 @@ class Leg:
     port: int
     ports: tuple[int, ...]
     venv: str | None
+    python: str
     command: tuple[str, ...]
     env: tuple[Variable, ...]
     flags: tuple[Flag, ...]
     kv_config: dict[str, Any]
-    needs_connector: bool
 
     @property
     def url(self) -> str:
@@ -130,12 +130,15 @@ def _engine(spec: Spec, base: Path, role: str, index: int, leg: LegSpec, on: boo
     ranks = _setting(leg, settings, "data_parallel", 1)
     venv = _path(spec.engine.venv, base) if spec.engine.venv else None
     model = _model(spec, base)
+    python = _path(spec.engine.python, base) if spec.engine.python else "python3"
     if spec.engine.device == "cuda" and not spec.engine.python:
         command: tuple[str, ...] = ("vllm", "serve", model)
     else:
-        python = _path(spec.engine.python, base) if spec.engine.python else "python"
         module = "vllm.entrypoints.openai.api_server"
         command = (python, "-m", module, "--model", model)
+    cpus = _setting(leg, settings, "cpus", "")
+    if cpus:
+        command = ("taskset", "-c", cpus, *command)
     return Leg(
         name=name,
         role="prefill" if role == "prefill" else "decode",
@@ -145,11 +148,11 @@ def _engine(spec: Spec, base: Path, role: str, index: int, leg: LegSpec, on: boo
         port=leg.port,
         ports=(leg.port, *range(leg.side_channel_port, leg.side_channel_port + ranks)),
         venv=venv,
+        python=python,
         command=command,
         env=tuple(_environment(spec, role, settings, leg)),
         flags=tuple(_flags(spec, base, role, settings, leg)),
         kv_config=_kv_config(spec, role, index, leg, on),
-        needs_connector=True,
     )
 
 
@@ -310,6 +313,7 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
     router = spec.router
     python = router.python or spec.engine.python
     venv = _path(spec.engine.venv, base) if spec.engine.venv and not python else None
+    interpreter = _path(python, base) if python else "python3"
     flags = [
         Flag(("--name", "router-0"), "How it calls itself in logs."),
         Flag(("--host", router.host), "Address to listen on."),
@@ -352,11 +356,11 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
         port=router.port,
         ports=(router.port,),
         venv=venv,
-        command=(_path(python, base) if python else "python", "-m", "pd_router"),
+        python=interpreter,
+        command=(interpreter, "-m", "pd_router"),
         env=(),
         flags=tuple(flags),
         kv_config={},
-        needs_connector=False,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from pd_connector import contract
-from pdctl.conversation import Messages, Turn, new_client, plain_answer, stream_turn, user_text
+from pdctl.conversation import Messages, Turn, new_client, plain_answer, stream_turn, turn_text
 from pdctl.counters import NOTHING, EngineCounters, engine_counters, router_counter, settled
 from pdctl.errors import PdctlError
 from pdctl.launch.probe import health_problem
@@ -66,7 +66,7 @@ class _Run:
     def turn(self, number: int) -> Turn:
         name = f"turn {number} streams an answer"
         benchmark = self.spec.benchmark
-        text = user_text(f"{self.conversation}-{number}", benchmark.new_chars_per_turn)
+        text = turn_text(benchmark, self.conversation, number)
         self.messages.append({"role": "user", "content": text})
         try:
             turn = stream_turn(

@@ -81,7 +81,11 @@ def _rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _print(comparison: Comparison) -> None:
-    table = Table(title="The same conversation with bidirectional transfer on and off")
+    table = Table(
+        title="The same conversation with bidirectional transfer on and off",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     for heading in ("turn", "bidir", "prompt", "read back", "computed", "prefill ms", "TTFT ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("outcome", no_wrap=True)
@@ -100,7 +104,6 @@ def _print(comparison: Comparison) -> None:
                 "-" if row["prefill_ms"] is None else f"{row['prefill_ms']:.0f}",
                 f"{row['ttft_ms']:.0f}",
                 str(row["outcome"]),
-                end_section=bidir == "off",
             )
     Console().print(table)
     click.echo(

@@ -183,6 +183,11 @@ class LegSettings(Section):
     )
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1, strict=True)
     enforce_eager: bool = Field(False, description="No compilation and no CUDA graphs.")
+    cpus: str | None = Field(
+        None,
+        pattern=r"^\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*$",
+        description="Cores that the leg's processes may use (taskset), e.g. 0-7,16-23.",
+    )
     env: Env = Field(default_factory=dict)
     extra_args: list[Text] = Field(default_factory=list)
 
@@ -241,7 +246,10 @@ class Benchmark(Section):
     """The conversation that ``pdctl verify`` and ``pdctl demo`` hold."""
 
     turns: int = Field(4, ge=2, le=64, strict=True)
-    new_chars_per_turn: Count = Field(1000, description="Characters of new text in every turn.")
+    first_turn_chars: Count = Field(
+        3000, description="Characters of the first turn: instructions, tools, documents."
+    )
+    new_chars_per_turn: Count = Field(600, description="Characters of new text in later turns.")
     answer_tokens: Count = 32
 
 
