@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import yaml
 
 from pdctl.conversation import Messages, Turn, plain_answer, stream_turn, user_text
 from pdctl.counters import EngineCounters, engine_counters, settled
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 CANARY = ROOT / ".cache/canary"
@@ -28,16 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Deployment:
@@ -71,6 +61,8 @@ class Deployment:
 
     def pdctl(self, *words: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
         """Run pdctl with these words; where a word is SPEC, the spec file."""
+        if words[0] == "up":
+            words += ("--timeout", "240")
         command = [str(PDCTL), *(str(self.spec_file) if w == "SPEC" else w for w in words)]
         done = subprocess.run(
             command,

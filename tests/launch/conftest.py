@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.ports import free_ports
 
 PDCTL = Path(sys.executable).with_name("pdctl")
 FAKE_ENGINE = Path(__file__).parents[1] / "fake_engine.py"
@@ -33,6 +34,9 @@ case "${{FAKE_START:-}}" in
     echo "(EngineCore pid=9) ERROR 11-29 12:00:00 [core.py:1] ValueError: no room for the KV cache"
     echo "RuntimeError: Engine core initialization failed. See root cause above."
     exit 1 ;;
+  no-side-channel)
+    echo "(EngineCore pid=9) zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:5600')"
+    exec sleep 1000 ;;
   hang) exec sleep 1000 ;;
   stubborn)
     trap '' TERM
@@ -42,16 +46,6 @@ case "${{FAKE_START:-}}" in
 esac
 exec {sys.executable} {FAKE_ENGINE} --role "$role" --port "$port"
 """
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def until(what: str, holds: Callable[[], Any], seconds: float = 30.0) -> None:

@@ -7,7 +7,9 @@ import socket
 import subprocess
 from pathlib import Path
 
-from .conftest import Place, free_ports, leg, running, until
+from tests.ports import free_ports
+
+from .conftest import Place, leg, running, until
 
 
 def test_up_status_down(place: Place) -> None:
@@ -85,6 +87,13 @@ def test_a_failed_restart_leaves_the_other_legs_running(place: Place) -> None:
     place.pdctl("up", "SPEC", code=1)
     after = place.pids()
     assert after == {name: before[name] for name in ("prefill-0", "router-0")}
+
+
+def test_a_leg_that_waits_for_ever_for_its_side_channel_is_not_waited_for(place: Place) -> None:
+    place.spec["decode"]["env"] = {"FAKE_START": "no-side-channel"}
+    place.write()
+    up = place.pdctl("up", "SPEC", code=1)
+    assert "decode-0: cannot start: zmq.error.ZMQError: Address already in use" in up.stderr
 
 
 def test_a_leg_that_never_gets_healthy_runs_into_the_timeout(place: Place) -> None:

@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pdctl.spec import Spec, load
+from pdctl.spec.model import FORMS
+from pdctl.spec.units import Duration, Size
 from tests.cli import pdctl
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
@@ -310,3 +312,23 @@ def test_a_variable_is_free_where_pdctl_does_not_set_it(tmp_path: Path) -> None:
     env = "{VLLM_USE_V2_MODEL_RUNNER: 0, VLLM_KV_CACHE_LAYOUT: HND}"
     (tmp_path / "spec.yaml").write_text(BASE.replace("device: cuda", f"device: cuda\n  env: {env}"))
     assert pdctl("validate", tmp_path / "spec.yaml").code == 0
+
+
+def patterns_in(node: object) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(node.get("pattern"), str):
+            yield node["pattern"]
+        node = list(node.values())
+    if isinstance(node, list):
+        for value in node:
+            yield from patterns_in(value)
+
+
+def test_every_pattern_of_the_schema_has_words_for_messages() -> None:
+    # Durations and sizes have parsers with messages of their own.
+    parsed = {
+        pattern
+        for kind in (Duration, Size)
+        for pattern in patterns_in(TypeAdapter(kind).json_schema())
+    }
+    assert set(patterns_in(Spec.model_json_schema())) - parsed <= set(FORMS)

@@ -39,6 +39,14 @@ def health_problem(url: str, timeout: float = 2.0) -> str | None:
         return "not listening" if isinstance(reason, ConnectionRefusedError) else str(reason)
 
 
+def fatal_line(log: Path) -> str | None:
+    """A line after which a leg will never be healthy although it goes on running, or None.
+
+    When the NIXL side channel cannot listen, vLLM waits for it for ever.
+    """
+    return next((line for line in _tail(log) if "Address already in use" in line), None)
+
+
 def last_line(log: Path) -> str:
     """The last line with text, without vLLM's prefix."""
     return next((line for line in reversed(_tail(log)) if line), "")

@@ -8,7 +8,7 @@ from enum import Enum
 from pdctl.errors import PdctlError
 from pdctl.launch import processes
 from pdctl.launch.local import check_addresses, start
-from pdctl.launch.probe import error_line, health_problem, last_line
+from pdctl.launch.probe import error_line, fatal_line, health_problem, last_line
 from pdctl.launch.state import DeploymentState, LegRecord
 from pdctl.plan import Deployment, Leg
 from pdctl.render import render_leg
@@ -126,6 +126,12 @@ def _wait(
         for status in statuses:
             if status.phase is Phase.DEAD:
                 raise PdctlError(_ended(state, status))
+            fatal = status.phase is not Phase.HEALTHY and fatal_line(state.log(status.record.name))
+            if fatal:
+                raise PdctlError(
+                    f"{status.record.name}: cannot start: {fatal}\n"
+                    f"log: {state.log(status.record.name)}"
+                )
         waiting = [status for status in statuses if status.phase is not Phase.HEALTHY]
         if not waiting:
             return

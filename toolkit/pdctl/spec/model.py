@@ -31,6 +31,7 @@ CACHE_DTYPE = r"^[a-z0-9_]+$"
 PROVIDER = r"^[a-z0-9_;-]+$"
 HEADER = r"^[A-Za-z0-9-]+$"
 URL = r"^https?://[!-~]+$"
+CPUS = r"^[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*$"
 FORMS = {
     NAME: "lower-case letters, digits and '-' (at most 63, no '-' first or last)",
     VARIABLE: "a variable's name (letters, digits and '_')",
@@ -38,6 +39,7 @@ FORMS = {
     CACHE_DTYPE: "a cache dtype such as auto or fp8_e4m3",
     PROVIDER: "a libfabric provider such as efa or tcp",
     HEADER: "a header's name (letters, digits and '-')",
+    CPUS: "a list of cores such as 0-7,16-23, in quotes",
     URL: "an http:// or https:// URL",
 }
 """What each pattern stands for, in messages."""
@@ -185,7 +187,7 @@ class LegSettings(Section):
     enforce_eager: bool = Field(False, description="No compilation and no CUDA graphs.")
     cpus: str | None = Field(
         None,
-        pattern=r"^\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*$",
+        pattern=CPUS,
         description="Cores that the leg's processes may use (taskset), e.g. 0-7,16-23.",
     )
     env: Env = Field(default_factory=dict)
