@@ -42,7 +42,10 @@ REMOTE_REQUEST_ID = "remote_request_id"
 REMOTE_HOST = "remote_host"
 REMOTE_PORT = "remote_port"
 REMOTE_NUM_TOKENS = "remote_num_tokens"
-REMOTE_BLOCKS_EXPIRY_TIME = "remote_blocks_expiry_time"
+
+READ_MARGIN_SECONDS = 5.0
+"""vLLM's prefill declines blocks with less time left than this
+(``_KV_BLOCKS_EXPIRY_SAFETY_MARGIN`` in ``nixl/pull_worker.py``)."""
 
 # Fields that pd_connector adds to a handle; stock vLLM ignores unknown keys.
 PD_TOKENS = "pd_tokens"
@@ -81,7 +84,6 @@ SOURCE_LOCAL_CACHE = "local_cache_hit"
 SOURCE_EXTERNAL_KV = "external_kv_transfer"
 ENGINE_NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
 ENGINE_NIXL_TRANSFERS = "vllm:nixl_bytes_transferred_count"
-ENGINE_NIXL_FAILED_TRANSFERS = "vllm:nixl_num_failed_transfers_total"
 ENGINE_NIXL_EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 
 # How the plugin and the connector are named to vLLM.

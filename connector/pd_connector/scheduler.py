@@ -177,10 +177,8 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         seed = self._seed(request, tokens)
         if seed is None:
             return False
-        if PD_TOKENS not in handle:
-            # A stock decode leg proves nothing; its handles are read as vLLM does.
-            return True
-        return proof_matches(handle[PD_TOKENS], tokens, seed, request.prompt_token_ids)
+        # A stock decode leg proves nothing, so nothing is read from it.
+        return proof_matches(handle.get(PD_TOKENS), tokens, seed, request.prompt_token_ids)
 
     def _proof(self, request: Any, tokens: int) -> dict[str, Any]:
         seed = self._seed(request, tokens)

@@ -73,6 +73,11 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except web.HTTPMethodNotAllowed as error:
         headers = {"Allow": ",".join(sorted(error.allowed_methods))}
         return error_response(405, "Method not allowed.", "invalid_request_error", headers)
+    except web.HTTPException as error:
+        return error_response(error.status, error.reason, "invalid_request_error")
+    except ConnectionError:
+        # The client has gone before its request was whole; nobody reads this.
+        return error_response(400, "The request was cut off.", "invalid_request_error")
     except Exception:
         log.exception("unexpected error")
         return error_response(500, "The router failed.", "internal_error")

@@ -1,5 +1,6 @@
 """A turn's request body: what the client sent, and what each leg gets of it."""
 
+import re
 from typing import Any
 
 from pd_connector import contract
@@ -23,6 +24,9 @@ FRESH_PREFILL = jsonbytes.dump(
 _ENGINE_FIELDS = (contract.KV_TRANSFER_PARAMS, "ec_transfer_params")
 _XARGS = "vllm_xargs"
 
+REQUEST_ID_HEADER = "X-Request-Id"
+_SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
 # Fields about the answer alone. Prefill answers with one token that nobody reads, and some
 # of these are refused without streaming or beside max_tokens 1.
 _ANSWER_FIELD_NAMES = """
@@ -32,6 +36,16 @@ _ANSWER_FIELD_NAMES = """
     stop include_stop_str_in_output structured_outputs thinking_token_budget
 """
 _ANSWER_FIELDS = frozenset(_ANSWER_FIELD_NAMES.split())
+
+
+def safe_request_id(text: Any) -> bool:
+    """Whether an engine may take its request's id from this text.
+
+    Decode renews the lease of prefill's blocks with a list of ids that prefill splits at
+    commas (base_worker.py, _handle_heartbeat): an id with a comma in it would lose its blocks
+    while it waits, and decode would read what others have put there since.
+    """
+    return isinstance(text, str) and _SAFE_REQUEST_ID.fullmatch(text) is not None
 
 
 class TurnBody:
@@ -44,6 +58,8 @@ class TurnBody:
         """Raises :class:`~pd_router.errors.TurnError` (400) if ``raw`` is no turn."""
         self.fields = _read(endpoint, raw)
         self.conversation_id = self.fields.pop(contract.CONVERSATION_ID, None)
+        if not safe_request_id(self.fields.get("request_id")):
+            self.fields.pop("request_id", None)
         self.stripped = _strip(self.fields)
         """How many engine-to-engine fields the client had set."""
         shared = {name: v for name, v in self.fields.items() if name not in _ANSWER_FIELDS}

@@ -2,11 +2,7 @@
 
 from typing import Any
 
-from pd_connector.contract import Outcome
-
-# vLLM declines a readback with less than this many seconds left
-# (pull_worker.py, _is_turn2_read_expired).
-_EXPIRY_MARGIN = 5.0
+from pd_connector.contract import READ_MARGIN_SECONDS, Outcome
 
 
 def outcome_of(reuse: Any, usage: dict[str, Any], seconds_left: float) -> tuple[Outcome, int]:
@@ -22,4 +18,4 @@ def outcome_of(reuse: Any, usage: dict[str, Any], seconds_left: float) -> tuple[
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     if isinstance(cached, int) and cached > 0:
         return Outcome.HIT, cached
-    return (Outcome.EXPIRED if seconds_left < _EXPIRY_MARGIN else Outcome.FAILED), 0
+    return (Outcome.EXPIRED if seconds_left < READ_MARGIN_SECONDS else Outcome.FAILED), 0

@@ -13,7 +13,7 @@ from pd_connector import contract
 from pd_connector.contract import Outcome
 from pd_router import jsonbytes, sse
 from pd_router.answer import Answer
-from pd_router.body import FRESH_PREFILL, TurnBody
+from pd_router.body import FRESH_PREFILL, REQUEST_ID_HEADER, TurnBody, safe_request_id
 from pd_router.engines import (
     Broken,
     Engines,
@@ -46,7 +46,7 @@ log = logging.getLogger("pd_router")
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 # Headers that an engine may see; any other could steer it (X-data-parallel-rank).
-_FORWARDED_HEADERS = ("Authorization", "X-Request-Id", "traceparent", "tracestate")
+_FORWARDED_HEADERS = ("Authorization", REQUEST_ID_HEADER, "traceparent", "tracestate")
 
 # Refusals that a handle could have caused; the others would only be repeated.
 _PERHAPS_THE_HANDLE = (400, 422)
@@ -160,9 +160,13 @@ class Turn:
     def _continues(self, handle: Handle) -> bool:
         if self._prompt is None:
             return False
+        engine_proves = self._router.settings.connector == "pdctl"
+        if engine_proves and not handle.token_proof:
+            # From a decode leg without the connector: messages alone would have to be trusted.
+            return False
         continuation = self._prompt.continuation(handle.past)
         if continuation is Continuation.BY_TOKENS:
-            return handle.token_proof and self._router.settings.connector == "pdctl"
+            return engine_proves
         return continuation is Continuation.BY_MESSAGES
 
     def _place_decode(self, handle: Handle | None, in_flight: ExitStack) -> Leg:
@@ -189,7 +193,7 @@ class Turn:
                         continue
                     log.info("prefill on %s failed with a handle: %s", leg.name, failure)
                     self._router.metrics.prefill_retries.inc()
-                    self._outcome = Outcome.FAILED
+                    self._outcome, _ = outcome_of(None, {}, self._seconds_left(handle))
                     handle = None
                 else:
                     return self._read_prefill(answer, handle)
@@ -245,7 +249,6 @@ class Turn:
     def _fail_prefill(self, leg: Leg, failure: "_PrefillFailed", tried: set[Leg]) -> None:
         """A prefill without a handle failed: another leg if the connection broke, else give up."""
         if isinstance(failure.cause, Broken):
-            self._router.health.mark_down(leg, failure.cause.reason)
             tried.add(leg)
             return
         raise _leg_error(leg, failure.cause)
@@ -259,10 +262,14 @@ class Turn:
         usage = answer.get("usage")
         usage = usage if isinstance(usage, dict) else {}
         if handle is not None:
-            left = self._router.settings.decode_ttl - self._router.handles.age(handle)
+            left = self._seconds_left(handle)
             self._outcome, self._tokens_read = outcome_of(reuse, usage, left)
         tokens = usage.get("prompt_tokens")
         return Prefilled(params, tokens if isinstance(tokens, int) else None)
+
+    def _seconds_left(self, handle: Handle) -> float:
+        """How long decode still keeps a handle's blocks."""
+        return self._router.settings.decode_ttl - self._router.handles.age(handle)
 
     def _count(self, prefilled: Prefilled) -> None:
         self._router.metrics.count_turn(self._outcome)
@@ -303,7 +310,7 @@ class Turn:
                 leg = self._place_decode(None, in_flight)
                 continue
             except LegFailure as failure:
-                raise self._decode_failed(failure) from failure
+                raise _leg_error(failure.leg, failure) from failure
             if answer.status >= 500:
                 raise _leg_error(leg, None)
             raise refusal(answer.status, raw, self._secrets(prefilled.params))
@@ -319,7 +326,7 @@ class Turn:
         try:
             raw = relay_body(await read_all(leg, answer), self._keeper(leg))
         except LegFailure as failure:
-            raise self._decode_failed(failure) from failure
+            raise _leg_error(failure.leg, failure) from failure
         except ValueError:
             raise _leg_error(leg, None) from None
         self._ttft_ms = (time.perf_counter() - self._started) * 1000
@@ -365,14 +372,8 @@ class Turn:
         reason = "its answer is too large"
         if isinstance(failure, LegFailure):
             reason = failure.reason
-            self._decode_failed(failure)
         message = f"The answer is incomplete: {leg.name}: {reason}."
         return sse.event_of(jsonbytes.dump(error_object(502, message, "engine_error")))
-
-    def _decode_failed(self, failure: LegFailure) -> TurnError:
-        if isinstance(failure, Broken):
-            self._router.health.mark_down(failure.leg, failure.reason)
-        return _leg_error(failure.leg, failure)
 
     def _note_first_event(self) -> None:
         if self._ttft_ms is None:
@@ -415,7 +416,11 @@ class Turn:
     def _engine_headers(self) -> dict[str, str]:
         sent = self._request.headers
         return {
-            name: sent[name] for name in _FORWARDED_HEADERS if name in sent and sent[name].isascii()
+            name: sent[name]
+            for name in _FORWARDED_HEADERS
+            if name in sent
+            and sent[name].isascii()
+            and (name != REQUEST_ID_HEADER or safe_request_id(sent[name]))
         }
 
     def _log(self) -> None:

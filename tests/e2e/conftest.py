@@ -14,6 +14,7 @@ import httpx
 import pytest
 import yaml
 
+from pd_connector import contract
 from pdctl.conversation import Messages, Turn, plain_answer, stream_turn, user_text
 from pdctl.counters import EngineCounters, engine_counters, settled
 from tests.ports import free_ports
@@ -51,8 +52,8 @@ class Deployment:
         self.spec["decode"]["legs"][0] |= {"port": decode, "side_channel_port": side_d}
         self.spec["router"]["port"] = router
         # Decode keeps a core busy while it holds blocks: not longer than the tests need.
-        self.spec["kv_transfer"]["decode_ttl"] = "120s"
-        self.spec["router"]["handle_ttl"] = "110s"
+        self.spec["kv_transfer"]["decode_ttl"] = "300s"
+        self.spec["router"]["handle_ttl"] = "290s"
         self.client = httpx.Client(timeout=300, trust_env=False)
         self.write()
 
@@ -93,6 +94,20 @@ class Deployment:
         return settled(
             lambda: self.counters() - before, lambda gain: gain.prompt_tokens >= prompt_tokens
         )
+
+    def finished_turn(self, prompt: str) -> tuple[str, dict[str, Any]]:
+        """A turn's text and decode's handle of it, got from the engines without the router."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        ask = {contract.DO_REMOTE_DECODE: True, contract.DO_REMOTE_PREFILL: False}
+        prefilled = self.client.post(
+            f"{self.prefill_url}/v1/completions", json=body | {contract.KV_TRANSFER_PARAMS: ask}
+        ).json()
+        params = prefilled[contract.KV_TRANSFER_PARAMS]
+        decoded = self.client.post(
+            f"{self.decode_url}/v1/completions",
+            json=body | {"max_tokens": 8, contract.KV_TRANSFER_PARAMS: params},
+        ).json()
+        return prompt + decoded["choices"][0]["text"], decoded[contract.KV_TRANSFER_PARAMS]
 
     def plain(self, messages: Messages, tokens: int = ANSWER_TOKENS) -> str:
         return plain_answer(self.client, self.prefill_url, self.model, messages, tokens)

@@ -10,6 +10,7 @@ import pytest
 from pd_connector import contract
 from pd_connector.contract import Outcome
 from pdctl.conversation import user_text
+from tests import fake_engine
 
 from .conftest import ANSWER_TOKENS, Conversation, Deployment, until
 
@@ -86,12 +87,12 @@ def test_completions_continue_from_their_text(deployment: Deployment) -> None:
     assert second.json()["choices"][0]["text"] == plain.json()["choices"][0]["text"]
 
 
-def test_usage_choices_and_logprobs_pass_through(deployment: Deployment) -> None:
+def test_usage_and_choices_pass_through(deployment: Deployment) -> None:
     text = user_text(uuid.uuid4().hex, 200)
-    body = chat(text, n=2, logprobs=True, top_logprobs=2, max_tokens=4)
-    whole = post(deployment, "/v1/chat/completions", body).json()
+    whole = post(
+        deployment, "/v1/chat/completions", chat(text, n=2, max_tokens=4, temperature=1)
+    ).json()
     assert [choice["index"] for choice in whole["choices"]] == [0, 1]
-    assert all(len(choice["logprobs"]["content"]) == 4 for choice in whole["choices"])
     assert whole["usage"]["completion_tokens"] == 8
     streamed = post(
         deployment,
@@ -100,6 +101,28 @@ def test_usage_choices_and_logprobs_pass_through(deployment: Deployment) -> None
     )
     last = [line for line in streamed.text.splitlines() if line.startswith("data: {")][-1]
     assert json.loads(last[6:])["usage"]["completion_tokens"] == 16
+
+
+def test_the_fake_engine_has_the_real_ones_shapes(deployment: Deployment) -> None:
+    _, handle = deployment.finished_turn(user_text("shapes", 300))
+    assert set(handle) == fake_engine.HANDLE_KEYS | {contract.PD_TOKENS}
+    choice_keys = {
+        "/v1/chat/completions": fake_engine.CHAT_CHOICE_KEYS | {"token_ids"},
+        "/v1/completions": fake_engine.TEXT_CHOICE_KEYS,
+    }
+    for path, keys in choice_keys.items():
+        body = chat("shapes", stream=True, kv_transfer_params={contract.DO_REMOTE_DECODE: False})
+        if path == "/v1/completions":
+            body["prompt"] = body.pop("messages")[0]["content"]
+        streamed = deployment.client.post(f"{deployment.decode_url}{path}", json=body)
+        lines = [line for line in streamed.text.splitlines() if line.startswith("data: {")]
+        chunks = [json.loads(line[6:]) for line in lines]
+        assert set(chunks[-2]) == fake_engine.CHUNK_KEYS
+        assert set(chunks[-2]["choices"][0]) == keys
+        last = set(chunks[-1]) - {"system_fingerprint"}
+        assert last == fake_engine.LAST_CHUNK_KEYS
+        if path == "/v1/chat/completions":
+            assert set(chunks[-1]["choices"][0]) == fake_engine.LAST_CHAT_CHOICE_KEYS
 
 
 def test_a_clients_own_handle_is_ignored(deployment: Deployment) -> None:

@@ -43,42 +43,20 @@ def healthy(deployment: Deployment, url: str) -> bool:
         return False
 
 
-def decode_handle(deployment: Deployment, prompt: str) -> dict[str, Any]:
-    """The handle of a turn, got from the engines without the router."""
-    body = {"model": "canary", "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    ask = {contract.DO_REMOTE_DECODE: True, contract.DO_REMOTE_PREFILL: False}
+def prefill_with(deployment: Deployment, text: str, handle: dict[str, Any]) -> str:
+    """Prefill's outcome for a prompt that continues a turn; its first token must be right."""
+    body = {"model": "canary", "prompt": text + " go on", "max_tokens": 1, "temperature": 0}
     url = f"{deployment.prefill_url}/v1/completions"
-    prefilled = deployment.client.post(url, json=body | {contract.KV_TRANSFER_PARAMS: ask}).json()
-    params = prefilled[contract.KV_TRANSFER_PARAMS]
-    decoded = deployment.client.post(
-        f"{deployment.decode_url}/v1/completions",
-        json=body | {"max_tokens": 8, contract.KV_TRANSFER_PARAMS: params},
-    ).json()
-    return {
-        "prompt": prompt + decoded["choices"][0]["text"],
-        "handle": decoded[contract.KV_TRANSFER_PARAMS],
-    }
-
-
-def prefill_with(deployment: Deployment, turn: dict[str, Any]) -> tuple[str, str]:
-    """Prefill's first token and its outcome for a prompt that continues a turn."""
-    body = {
-        "model": "canary",
-        "prompt": turn["prompt"] + " go on",
-        "max_tokens": 1,
-        "temperature": 0,
-    }
-    url = f"{deployment.prefill_url}/v1/completions"
-    answer = deployment.client.post(url, json=body | {contract.KV_TRANSFER_PARAMS: turn["handle"]})
+    answer = deployment.client.post(url, json=body | {contract.KV_TRANSFER_PARAMS: handle})
     assert answer.status_code == 200
     plain = deployment.client.post(url, json=body).json()
-    text: str = answer.json()["choices"][0]["text"]
-    assert text == plain["choices"][0]["text"]
-    return text, answer.json()[contract.KV_TRANSFER_PARAMS][contract.PD_REUSE]["outcome"]
+    assert answer.json()["choices"][0]["text"] == plain["choices"][0]["text"]
+    outcome: str = answer.json()[contract.KV_TRANSFER_PARAMS][contract.PD_REUSE]["outcome"]
+    return outcome
 
 
 def test_decode_is_killed_between_turns(deployment: Deployment) -> None:
-    stale = decode_handle(deployment, user_text("stale", 400))
+    stale = deployment.finished_turn(user_text("stale", 400))
     conversation = Conversation(deployment)
     conversation.say()
     kill_group(deployment.status()["decode-0"])
@@ -106,14 +84,20 @@ def test_decode_is_killed_between_turns(deployment: Deployment) -> None:
     assert turn.outcome == Outcome.HIT.value
 
     # A handle of the engine that is gone, as a router that saw nothing of it would send it.
-    assert prefill_with(deployment, stale)[1] == Outcome.FAILED.value
+    assert prefill_with(deployment, *stale) == Outcome.FAILED.value
+
+
+def test_a_handle_is_read_once_and_only_for_its_own_tokens(deployment: Deployment) -> None:
+    text, handle = deployment.finished_turn(user_text("own", 400))
+    assert prefill_with(deployment, "Z" + text[1:], handle) == Outcome.HISTORY_CHANGED.value
+    text, handle = deployment.finished_turn(user_text("once", 400))
+    assert prefill_with(deployment, text, handle) == Outcome.HIT.value
 
 
 def test_a_foreign_port_in_a_handle_is_recomputed(deployment: Deployment) -> None:
-    turn = decode_handle(deployment, user_text("port", 400))
-    turn["handle"][contract.REMOTE_PORT] = 1
-    turn["handle"][contract.REMOTE_ENGINE_ID] = "nobody"
-    assert prefill_with(deployment, turn)[1] == Outcome.FAILED.value
+    text, handle = deployment.finished_turn(user_text("port", 400))
+    handle |= {contract.REMOTE_PORT: 1, contract.REMOTE_ENGINE_ID: "nobody"}
+    assert prefill_with(deployment, text, handle) == Outcome.FAILED.value
 
 
 def test_prefill_with_bidirectional_off_beside_decode_with_it_on(

@@ -4,12 +4,11 @@ import time
 
 import pytest
 
-from pd_connector.contract import Outcome
+from pd_connector.contract import READ_MARGIN_SECONDS, Outcome
 
 from .conftest import Conversation, Deployment, until
 
 DECODE_TTL = 20.0
-READ_MARGIN = 5.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +28,7 @@ def test_reuse_and_a_failed_readback(deployment: Deployment) -> None:
     assert turn.text == conversation.plain()
 
     # Old enough for prefill to decline it, young enough for the router to send it.
-    late = finished + DECODE_TTL - READ_MARGIN + 1
+    late = finished + DECODE_TTL - READ_MARGIN_SECONDS + 1
     until("the handle is nearly expired", lambda: time.monotonic() > late)
     turn = conversation.say()
     assert "Declining expired remote read" in deployment.log("prefill-0")

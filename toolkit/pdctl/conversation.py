@@ -32,6 +32,7 @@ class Turn:
 
     text: str
     finish_reason: str | None
+    answer_tokens: int
     ttft_ms: float
     latency_ms: float
     outcome: str | None
@@ -76,11 +77,12 @@ def stream_turn(
     """
     body = _body(model, messages, answer_tokens) | {
         "stream": True,
+        "stream_options": {"include_usage": True},
         contract.CONVERSATION_ID: conversation,
     }
     begin = time.perf_counter()
     first = None
-    text, finish_reason, done = "", None, False
+    text, finish_reason, done, tokens = "", None, False, 0
     try:
         with client.stream("POST", f"{router_url}/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
@@ -94,22 +96,24 @@ def stream_turn(
                 chunk = json.loads(event)
                 if "error" in chunk:
                     raise PdctlError(f"the stream broke off: {chunk['error']}")
-                for choice in chunk.get("choices", []):
-                    content = choice.get("delta", {}).get("content")
+                tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+                for choice in chunk["choices"]:
+                    content = choice["delta"].get("content")
                     if content and first is None:
                         first = time.perf_counter()
                     text += content or ""
                     finish_reason = choice.get("finish_reason") or finish_reason
     except httpx.HTTPError as error:
         raise PdctlError(f"{router_url}: {error or type(error).__name__}") from None
-    except ValueError as error:
-        raise PdctlError(f"{router_url}: the stream is not server-sent JSON: {error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise PdctlError(f"{router_url}: the stream is no chat completion ({error!r})") from None
     end = time.perf_counter()
     if not done or first is None:
         raise PdctlError(f"{router_url}: the stream ended without an answer")
     return Turn(
         text=text,
         finish_reason=finish_reason,
+        answer_tokens=tokens,
         ttft_ms=(first - begin) * 1000,
         latency_ms=(end - begin) * 1000,
         outcome=headers.get(contract.HEADER_REUSE),
@@ -135,7 +139,10 @@ def plain_answer(
         raise PdctlError(f"{engine_url}: {error or type(error).__name__}") from None
     if response.status_code != 200:
         raise PdctlError(f"{engine_url} answers {response.status_code}: {_reason(response)}")
-    return str(response.json()["choices"][0]["message"]["content"])
+    try:
+        return str(response.json()["choices"][0]["message"]["content"] or "")
+    except (ValueError, LookupError, TypeError) as error:
+        raise PdctlError(f"{engine_url}: the answer is no chat completion ({error!r})") from None
 
 
 def _body(model: str, messages: Messages, answer_tokens: int) -> dict[str, Any]:

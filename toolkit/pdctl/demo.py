@@ -11,6 +11,9 @@ from pdctl.counters import EngineCounters, engine_counters, settled
 from pdctl.plan import Deployment
 from pdctl.spec import Spec
 
+LEAST_SHARE = 0.9
+"""Of the tokens that decode holds, what has to come back for a turn to count as reused."""
+
 Say = Callable[[str], None]
 
 
@@ -39,16 +42,27 @@ class Comparison:
                 found.append(f"turn {on.number}: the answers of on, off and plain differ")
             if off.counted.external_tokens:
                 found.append(f"turn {on.number}: tokens were read back although it is off")
-            if on.number > 1 and not on.counted.external_tokens:
-                found.append(f"turn {on.number}: nothing was read back ({on.turn.outcome})")
+            if on.number > 1 and self.share_read_back(on.number) < LEAST_SHARE:
+                found.append(
+                    f"turn {on.number}: {self.share_read_back(on.number):.0%} of the turn before "
+                    f"was read back ({on.turn.outcome})"
+                )
         return found
 
     def share_read_back(self, number: int) -> float:
         """Part of the tokens that decode held after the turn before, that came back: 0 to 1."""
         before, now = self.on[number - 2], self.on[number - 1]
         # Decode holds the prompt and all of the answer but its last token, which it never ran.
-        held = before.counted.prompt_tokens + len(before.turn.text) - 1
+        held = before.counted.prompt_tokens + before.turn.answer_tokens - 1
         return now.counted.external_tokens / held
+
+    def prefill_gains(self) -> list[float]:
+        """Prefill time without readback over that with it, of every turn from the second on."""
+        return [
+            off.turn.prefill_ms / on.turn.prefill_ms
+            for on, off in zip(self.on[1:], self.off[1:], strict=True)
+            if on.turn.prefill_ms and off.turn.prefill_ms
+        ]
 
 
 def hold_conversation(

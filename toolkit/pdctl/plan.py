@@ -40,7 +40,7 @@ class Flag:
 class Leg:
     """One process of a deployment.
 
-    ``ports`` are those it listens on: HTTP first, then the side channel's. ``kv_config`` is
+    ``listens`` are addresses and ports: HTTP first, then the side channel's. ``kv_config`` is
     vLLM's kv-transfer-config, empty for the router.
     """
 
@@ -50,8 +50,9 @@ class Leg:
     host: str
     bind: str
     port: int
-    ports: tuple[int, ...]
+    listens: tuple[tuple[str, int], ...]
     venv: str | None
+    cpus: str
     python: str
     command: tuple[str, ...]
     env: tuple[Variable, ...]
@@ -136,6 +137,7 @@ def _engine(spec: Spec, base: Path, role: str, index: int, leg: LegSpec, on: boo
     else:
         module = "vllm.entrypoints.openai.api_server"
         command = (python, "-m", module, "--model", model)
+    side_channel = leg.side_channel_host or leg.host
     cpus = _setting(leg, settings, "cpus", "")
     if cpus:
         command = ("taskset", "-c", cpus, *command)
@@ -146,7 +148,11 @@ def _engine(spec: Spec, base: Path, role: str, index: int, leg: LegSpec, on: boo
         host=leg.host,
         bind=leg.bind or leg.host,
         port=leg.port,
-        ports=(leg.port, *range(leg.side_channel_port, leg.side_channel_port + ranks)),
+        listens=(
+            (leg.bind or leg.host, leg.port),
+            *((side_channel, leg.side_channel_port + rank) for rank in range(ranks)),
+        ),
+        cpus=cpus,
         venv=venv,
         python=python,
         command=command,
@@ -354,7 +360,8 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
         else router.host,
         bind=router.host,
         port=router.port,
-        ports=(router.port,),
+        listens=((router.host, router.port),),
+        cpus="",
         venv=venv,
         python=interpreter,
         command=(interpreter, "-m", "pd_router"),

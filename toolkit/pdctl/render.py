@@ -7,8 +7,6 @@ import jinja2
 
 from pdctl.plan import NONCE, Deployment, Leg, kv_config_json
 
-PLUGIN_CHECK = "import pd_connector.plugin"
-
 
 @dataclass(frozen=True)
 class File:

@@ -1,7 +1,6 @@
 """What the operator types: one file per command, imported when it is called."""
 
 import importlib
-import os
 import sys
 
 import click
@@ -62,8 +61,7 @@ def main() -> None:
     except PdctlError as error:
         click.echo(str(error), err=True)
         code = error.code
-    except BrokenPipeError:
-        # The reader of our output has gone; nothing is left to say.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+    except OSError as error:
+        click.echo(f"{error.filename or 'pdctl'}: {error.strerror or error}", err=True)
+        code = 1
     sys.exit(code if isinstance(code, int) else 0)

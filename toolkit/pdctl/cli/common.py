@@ -2,6 +2,8 @@
 
 import functools
 import json
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,17 @@ import click
 from pdctl.errors import PdctlError
 from pdctl.plan import Deployment, plan
 from pdctl.spec import Loaded, SpecError, load
+from pdctl.spec.model import NAME
 
 spec_argument = click.argument("spec", type=click.Path(path_type=Path))
 
 
 def _deployment_name(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """A deployment's name, also given as the spec file that says it."""
-    if value is None or not (value.endswith((".yaml", ".yml")) or "/" in value):
+    if value is None or re.fullmatch(NAME, value):
         return value
+    if not (value.endswith((".yaml", ".yml")) or "/" in value):
+        raise PdctlError(f"{value!r} is neither a deployment's name nor a spec file", 2)
     try:
         return load(Path(value)).spec.name
     except SpecError as error:
@@ -53,6 +58,16 @@ def read_spec(path: Path, bidirectional: bool | None = None) -> Loaded:
 def read_plan(path: Path, bidir: str | None = None) -> tuple[Loaded, Deployment]:
     loaded = read_spec(path, None if bidir is None else bidir == "on")
     return loaded, plan(loaded.spec, path.parent)
+
+
+def interrupt_on_hangup() -> None:
+    """Clean up like after Ctrl-C when the terminal goes away or someone ends the command."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGHUP, interrupt)
 
 
 def print_json(value: Any) -> None:

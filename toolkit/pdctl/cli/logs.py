@@ -1,8 +1,11 @@
 """pdctl logs"""
 
+import os
+import re
 import time
 from collections import deque
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
@@ -10,6 +13,7 @@ from pdctl.cli.common import deployment_argument
 from pdctl.errors import PdctlError
 from pdctl.launch.state import DeploymentState
 
+LEG_NAME = r"(prefill|decode|router)-\d+"
 _POLL_SECONDS = 0.2
 
 
@@ -22,32 +26,24 @@ def command(deployment: str, leg: str, follow: bool, lines: int | None) -> None:
     """Print the log of LEG (prefill-0, decode-0, router-0, ...) of DEPLOYMENT."""
     state = DeploymentState(deployment)
     log = state.log(leg)
-    if not log.is_file():
+    if not re.fullmatch(LEG_NAME, leg) or not log.is_file():
         known = sorted(path.stem for path in state.folder.glob("*.log"))
         hint = f"there is {', '.join(known)}" if known else "nothing was started under this name"
         raise PdctlError(f"{deployment} has no log of {leg}; {hint}", 2)
-    position = _print(log, lines)
+    stream: BinaryIO = log.open("rb")
+    for line in stream if lines is None else deque(stream, maxlen=lines):
+        click.echo(line, nl=False)
     while follow:
         time.sleep(_POLL_SECONDS)
-        position = _print_new(log, position)
+        click.echo(stream.read(), nl=False)
+        stream = _current(log, stream)
 
 
-def _print(log: Path, lines: int | None) -> int:
-    with log.open("rb") as stream:
-        chosen = stream if lines is None else deque(stream, maxlen=lines)
-        for line in chosen:
-            click.echo(line, nl=False)
-        return stream.tell()
-
-
-def _print_new(log: Path, position: int) -> int:
-    """Print from ``position`` on; a restarted leg's new log from its beginning."""
+def _current(log: Path, stream: BinaryIO) -> BinaryIO:
+    """The stream, or that of the new log when the leg was restarted."""
     try:
-        with log.open("rb") as stream:
-            if stream.seek(0, 2) < position:
-                position = 0
-            stream.seek(position)
-            click.echo(stream.read(), nl=False)
-            return stream.tell()
+        if log.stat().st_ino == os.fstat(stream.fileno()).st_ino:
+            return stream
+        return log.open("rb")
     except FileNotFoundError:
-        return 0
+        return stream

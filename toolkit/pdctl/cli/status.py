@@ -38,7 +38,7 @@ def command(deployment: str | None, as_json: bool, watch: bool) -> None:
     if as_json:
         print_json({"legs": [_row(name, status) for name, status in statuses]})
     elif statuses:
-        Console(soft_wrap=True).print(_table(statuses))
+        _print(statuses)
     else:
         click.echo(f"{deployment or 'no deployment'}: nothing runs", err=True)
     good = bool(statuses) and all(status.phase is Phase.HEALTHY for _, status in statuses)
@@ -57,14 +57,15 @@ def _row(deployment: str, status: LegStatus) -> dict[str, Any]:
         "phase": status.phase.value,
         "pid": status.pid,
         "detail": status.detail,
+        "last_line": status.last_line,
         "log": str(DeploymentState(deployment).log(status.record.name)),
     }
 
 
 def _table(statuses: list[tuple[str, LegStatus]]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for heading in ("deployment", "leg", "state", "bidirectional", "pid", "up", "url", "detail"):
-        table.add_column(heading, no_wrap=heading != "detail")
+    for heading in ("deployment", "leg", "state", "bidir", "pid", "up", "url"):
+        table.add_column(heading, no_wrap=True)
     for name, status in statuses:
         record = status.record
         table.add_row(
@@ -75,9 +76,18 @@ def _table(statuses: list[tuple[str, LegStatus]]) -> Table:
             str(status.pid or "-"),
             _age(time.time() - record.started_at) if status.pid else "-",
             record.url,
-            Text(status.detail),
         )
     return table
+
+
+def _print(statuses: list[tuple[str, LegStatus]]) -> None:
+    # Whole lines whatever the terminal's width: a cut pid or reason is of no use.
+    console = Console(soft_wrap=True, highlight=False)
+    console.width = max(console.width, 200)
+    console.print(_table(statuses))
+    for _, status in statuses:
+        if status.detail:
+            console.print(Text(f"{status.record.name}: {status.detail}"))
 
 
 def _age(seconds: float) -> str:

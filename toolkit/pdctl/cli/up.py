@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from pdctl.cli.common import bidir_option, read_plan, spec_argument
+from pdctl.cli.common import bidir_option, interrupt_on_hangup, read_plan, spec_argument
 from pdctl.cli.progress import Progress
 from pdctl.launch.up import bring_up
 
@@ -26,6 +26,7 @@ def command(spec: Path, bidir: str | None, timeout: float) -> None:
     Legs that run already and have not changed are left alone; changed ones are restarted.
     """
     _, deployment = read_plan(spec, bidir)
+    interrupt_on_hangup()
     with Progress(sys.stderr) as progress:
         bring_up(deployment, timeout, progress.say, progress.watch)
     click.echo(

@@ -16,8 +16,9 @@ from pdctl.verify import Step, verify
 def command(spec: Path, bidir: str | None, as_json: bool) -> None:
     """Prove on the running deployment of SPEC that KV really comes back from decode.
 
-    Holds two streamed turns through the router and believes the engines' counters alone. Exit
-    code 1 when a step breaks; the last step says which.
+    Holds two streamed turns through the router and believes the engines' counters alone; with
+    other traffic at the same time they also count that. Exit code 1 when a step breaks; the last
+    step says which.
     """
     loaded, deployment = read_plan(spec, bidir)
     result = verify(loaded.spec, deployment, _ignore if as_json else _print)

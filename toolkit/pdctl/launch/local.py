@@ -8,19 +8,23 @@ import time
 import uuid
 
 from pdctl.errors import PdctlError
-from pdctl.launch.processes import MARK
+from pdctl.launch.processes import MARK, find
 from pdctl.launch.state import DeploymentState, LegRecord
 from pdctl.plan import Leg
 from pdctl.render import render_leg
 
 
-def start(state: DeploymentState, leg: Leg, bidirectional: bool) -> LegRecord:
+def new_record(leg: Leg, bidirectional: bool) -> LegRecord:
+    """The record of a start that is about to happen."""
+    return LegRecord(leg.name, leg.role, leg.url, bidirectional, uuid.uuid4().hex, time.time())
+
+
+def start(state: DeploymentState, leg: Leg, record: LegRecord) -> None:
     """Start a leg in a session of its own; its output goes to its log.
 
     Raises:
         PdctlError: the log or the record cannot be written.
     """
-    record = LegRecord(leg.name, leg.role, leg.url, bidirectional, uuid.uuid4().hex, time.time())
     try:
         state.write(record, render_leg(leg))
         with state.rotate_log(leg.name).open("wb") as log:
@@ -35,33 +39,44 @@ def start(state: DeploymentState, leg: Leg, bidirectional: bool) -> LegRecord:
             )
     except OSError as error:
         raise PdctlError(f"{leg.name}: cannot be started: {error}") from None
-    return record
 
 
-def check_addresses(legs: list[Leg]) -> None:
+def check_addresses(legs: list[Leg], own: list[str]) -> None:
     """Make sure that every leg can listen where it is to.
+
+    Args:
+        own: launch ids of processes that will be stopped first; the ports they hold are free.
 
     Raises:
         PdctlError: an address is not this machine's, or a port is taken.
     """
     problems = []
+    ours = {pid for pids in find(own).values() for pid in pids}
     for leg in legs:
-        for port in leg.ports:
-            problem = _cannot_listen(leg.bind, port)
+        if missing := _missing_cpus(leg.cpus):
+            problems.append(
+                f"{leg.name}: cpus {leg.cpus}: this machine lets us use no core {missing}; "
+                "change cpus in the spec"
+            )
+        for address, port in leg.listens:
+            problem = _cannot_listen(address, port)
             if problem == errno.EADDRNOTAVAIL:
                 problems.append(
-                    f"{leg.name}: {leg.bind} is not an address of this machine; use "
+                    f"{leg.name}: {address} is not an address of this machine; use "
                     "'pdctl render' and run the script on its own node"
                 )
                 break
+            owner, described = _owner(port) if problem == errno.EADDRINUSE else (None, "")
+            if owner in ours:
+                continue
             if problem == errno.EADDRINUSE:
                 problems.append(
-                    f"{leg.name}: port {port} on {leg.bind} is taken by another process"
-                    f"{_owner(port)}; stop it or change the port in the spec"
+                    f"{leg.name}: port {port} on {address} is taken by another process"
+                    f"{described}; stop it or change the port in the spec"
                 )
             elif problem:
                 problems.append(
-                    f"{leg.name}: cannot listen on {leg.bind}:{port}: {os.strerror(problem)}"
+                    f"{leg.name}: cannot listen on {address}:{port}: {os.strerror(problem)}"
                 )
     if problems:
         raise PdctlError("\n".join(problems))
@@ -77,15 +92,25 @@ def _cannot_listen(host: str, port: int) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
+        # UnicodeError: a name that no resolver would take, such as one with an empty label.
         return errno.EADDRNOTAVAIL
     except OSError as error:
         return error.errno or errno.EIO
     return 0
 
 
-def _owner(port: int) -> str:
-    """`` (pid 12: command)`` of the process that listens, when it can be seen."""
+def _missing_cpus(cpus: str) -> str:
+    """Cores of a taskset list that this process may not use, as text."""
+    wanted: set[int] = set()
+    for part in filter(None, cpus.split(",")):
+        first, _, last = part.partition("-")
+        wanted |= set(range(int(first), int(last or first) + 1))
+    return ", ".join(map(str, sorted(wanted - os.sched_getaffinity(0))))
+
+
+def _owner(port: int) -> tuple[int | None, str]:
+    """Pid of the process that listens, and `` (pid 12: command)``, when it can be seen."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
@@ -103,7 +128,7 @@ def _owner(port: int) -> str:
             if any(f"socket:[{inode}]" in links for inode in inodes):
                 with open(f"/proc/{pid}/cmdline", "rb") as command:
                     words = command.read(400).replace(b"\0", b" ").decode(errors="replace")
-                return f" (pid {pid}: {words.strip()[:80]})"
+                return int(pid), f" (pid {pid}: {words.strip()[:80]})"
         except OSError:
             continue
-    return ""
+    return None, ""

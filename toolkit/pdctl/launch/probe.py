@@ -1,9 +1,14 @@
 """What a running leg says of itself: health, and the last and the telling line of its log."""
 
+import http.client
 import re
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+NOT_LISTENING = "not listening"
+ANSWERS = "/health answers"
+"""How a health problem begins that the leg itself has told."""
 
 _TAIL_BYTES = 256 * 1024
 _PREFIX = re.compile(
@@ -15,15 +20,11 @@ _ERROR = re.compile(
     r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Exit)\b|error:|ERROR\b|Fatal\b|\S+: line \d+:)|"
     r"\b(?:error: |not installed|Address already in use|NIXL_ERR_\w+|No such file)"
 )
+_NO_SIDE_CHANNEL = "ZMQError: Address already in use"
 _CONSEQUENCE = re.compile(
     r"Engine core initialization failed|EngineCore failed to start|EngineDeadError|"
     r"See root cause above|Failed core proc|ProcessGroup|resource_tracker"
 )
-
-
-def healthy(url: str, timeout: float = 2.0) -> bool:
-    """Whether ``/health`` answers 200 within ``timeout`` seconds."""
-    return health_problem(url, timeout) is None
 
 
 def health_problem(url: str, timeout: float = 2.0) -> str | None:
@@ -33,10 +34,12 @@ def health_problem(url: str, timeout: float = 2.0) -> str | None:
         with opener.open(f"{url}/health", timeout=timeout):
             return None
     except urllib.error.HTTPError as error:
-        return f"/health answers {error.code}"
+        return f"{ANSWERS} {error.code}"
+    except http.client.HTTPException:
+        return "what listens there does not speak HTTP"
     except (urllib.error.URLError, OSError) as error:
         reason = getattr(error, "reason", error)
-        return "not listening" if isinstance(reason, ConnectionRefusedError) else str(reason)
+        return NOT_LISTENING if isinstance(reason, ConnectionRefusedError) else str(reason)
 
 
 def fatal_line(log: Path) -> str | None:
@@ -44,7 +47,7 @@ def fatal_line(log: Path) -> str | None:
 
     When the NIXL side channel cannot listen, vLLM waits for it for ever.
     """
-    return next((line for line in _tail(log) if "Address already in use" in line), None)
+    return next((line for line in _tail(log) if _NO_SIDE_CHANNEL in line), None)
 
 
 def last_line(log: Path) -> str:
@@ -66,7 +69,7 @@ def _tail(log: Path) -> list[str]:
             stream.seek(0, 2)
             stream.seek(max(0, stream.tell() - _TAIL_BYTES))
             text = stream.read().decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return []
     return [_plain(line) for line in re.split(r"[\r\n]+", text)]
 

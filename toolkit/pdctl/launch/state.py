@@ -46,8 +46,8 @@ class DeploymentState:
     def script_text(self, leg: str) -> str | None:
         """The script a leg was started with; None when it is gone."""
         try:
-            return self.script(leg).read_text()
-        except OSError:
+            return self.script(leg).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
             return None
 
     def log(self, leg: str) -> Path:
@@ -56,9 +56,17 @@ class DeploymentState:
     def records(self) -> dict[str, LegRecord]:
         """By leg name, engines before the router, in the order of their start."""
         records = []
-        for path in sorted(self.folder.glob("*.json")):
+        for name in _names(self.folder):
+            path = self.folder / name
+            if path.suffix != ".json":
+                continue
             try:
-                records.append(LegRecord(**json.loads(path.read_text())))
+                records.append(_record(path.read_text(encoding="utf-8")))
+            except FileNotFoundError:
+                # Stopped and forgotten since the folder was listed.
+                continue
+            except OSError as error:
+                raise PdctlError(f"{path}: {error.strerror}", 2) from None
             except (ValueError, TypeError) as error:
                 raise PdctlError(
                     f"{path}: is not a leg record ({error}); move it away and try again", 2
@@ -113,22 +121,57 @@ class DeploymentState:
 
 
 def state_folder() -> Path:
+    """Where the state of all deployments is.
+
+    Raises:
+        PdctlError: there is no home folder to put it in.
+    """
     own = os.environ.get("PDCTL_STATE_DIR")
     if own:
         return Path(own).absolute()
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "pdctl"
+    try:
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    except RuntimeError:
+        raise PdctlError("there is no home folder; set PDCTL_STATE_DIR", 2) from None
+    return Path(base).absolute() / "pdctl"
 
 
 def deployments() -> list[str]:
     """Names of the deployments that have legs on record."""
     folder = state_folder()
-    return sorted({path.parent.name for path in folder.glob("*/*.json")})
+    return [
+        name
+        for name in _names(folder)
+        if (folder / name).is_dir() and DeploymentState(name).records()
+    ]
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder; nothing when it does not exist.
+
+    Raises:
+        PdctlError: it cannot be read, which is not the same as empty.
+    """
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise PdctlError(f"{folder}: {error.strerror}", 2) from None
+
+
+def _record(text: str) -> LegRecord:
+    record = LegRecord(**json.loads(text))
+    for each in dataclasses.fields(LegRecord):
+        if type(getattr(record, each.name)) is not each.type:
+            raise TypeError(f"{each.name} is of another type")
+    return record
 
 
 def _replace(path: Path, text: str, mode: int) -> None:
     """Write a whole file or nothing."""
     new = path.with_name(f".{path.name}.new")
-    with new.open("w") as stream:
+    with new.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

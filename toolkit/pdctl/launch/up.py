@@ -1,14 +1,22 @@
 """Bringing a deployment to what its spec says, and down again."""
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from pdctl.errors import PdctlError
 from pdctl.launch import processes
-from pdctl.launch.local import check_addresses, start
-from pdctl.launch.probe import error_line, fatal_line, health_problem, last_line
+from pdctl.launch.local import check_addresses, new_record, start
+from pdctl.launch.probe import (
+    ANSWERS,
+    NOT_LISTENING,
+    error_line,
+    fatal_line,
+    health_problem,
+    last_line,
+)
 from pdctl.launch.state import DeploymentState, LegRecord
 from pdctl.plan import Deployment, Leg
 from pdctl.render import render_leg
@@ -50,7 +58,7 @@ def _status(state: DeploymentState, record: LegRecord, pids: list[int]) -> LegSt
     problem = health_problem(record.url)
     phase = Phase.HEALTHY
     if problem:
-        phase = Phase.STARTING if problem == "not listening" else Phase.UNHEALTHY
+        phase = Phase.STARTING if problem == NOT_LISTENING else Phase.UNHEALTHY
     return LegStatus(record, phase, pids[0], problem or "", last_line(log))
 
 
@@ -74,42 +82,48 @@ def bring_up(
     with state.lock():
         started: list[LegRecord] = []
         try:
-            wanted = list(_changes(deployment, state, say))
-            check_addresses(wanted)
+            gone, wanted = _changes(deployment, state, say)
+            # Before anything is stopped: what runs is not given up for what cannot start.
+            check_addresses(wanted, own=[record.launch_id for record in gone])
+            _stop(state, gone, grace=20, say=say)
             for stage in (deployment.engines, (deployment.router,)):
                 for leg in stage:
                     if leg in wanted:
                         say(f"{leg.name}: starting")
-                        started.append(start(state, leg, deployment.bidirectional))
+                        record = new_record(leg, deployment.bidirectional)
+                        started.append(record)
+                        start(state, leg, record)
                 _wait(state, [leg.name for leg in stage], timeout, watch)
         except BaseException:
             if started:
-                say(f"stopping what was started: {', '.join(r.name for r in started)}")
+                _quietly(say, f"stopping what was started: {', '.join(r.name for r in started)}")
                 _stop(state, started, grace=10, say=say)
             raise
 
 
-def _changes(deployment: Deployment, state: DeploymentState, say: Say) -> Iterator[Leg]:
-    """Stop what is not wanted any more and yield the legs that have to be started."""
-    records = state.records()
-    running = processes.find(record.launch_id for record in records.values())
+def _changes(
+    deployment: Deployment, state: DeploymentState, say: Say
+) -> tuple[list[LegRecord], list[Leg]]:
+    """What has to be stopped, and what has to be started."""
     legs = {leg.name: leg for leg in deployment.legs}
     gone = []
-    for name, record in records.items():
-        pids = running[record.launch_id]
+    for status in leg_statuses(state):
+        record, name = status.record, status.record.name
         if name not in legs:
             say(f"{name}: no longer in the spec, stopping it")
-        elif not processes.alive(pids):
-            say(f"{name}: does not run any more ({error_line(state.log(name))})")
+        elif status.phase is Phase.DEAD:
+            say(f"{name}: does not run any more ({status.detail})")
         elif state.script_text(name) != render_leg(legs[name]):
             say(f"{name}: changed in the spec, restarting it")
+        elif status.detail.startswith(ANSWERS) and record.role != "router":
+            # An engine that calls itself unhealthy stays so; the router waits for its legs.
+            say(f"{name}: unhealthy ({status.detail}), restarting it")
         else:
             say(f"{name}: runs, unchanged")
             del legs[name]
             continue
         gone.append(record)
-    _stop(state, gone, grace=20, say=say)
-    yield from legs.values()
+    return gone, list(legs.values())
 
 
 def _wait(
@@ -168,11 +182,21 @@ def take_down(state: DeploymentState, grace: float, say: Say) -> None:
 
 
 def _stop(state: DeploymentState, records: list[LegRecord], grace: float, say: Say) -> None:
+    """Stop legs and forget them. A ``say`` that fails (its reader has gone) changes nothing."""
     if not records:
         return
-    left = processes.stop([record.launch_id for record in records], grace, say)
+    left = processes.stop(
+        [record.launch_id for record in records], grace, lambda line: _quietly(say, line)
+    )
     if left:
         raise PdctlError(f"could not be stopped: pids {' '.join(map(str, left))}")
     for record in records:
         state.forget(record.name)
-        say(f"{record.name}: stopped")
+    for record in records:
+        _quietly(say, f"{record.name}: stopped")
+
+
+def _quietly(say: Say, line: str) -> None:
+    # rich ends the program with SystemExit when its stream is a broken pipe.
+    with contextlib.suppress(OSError, SystemExit):
+        say(line)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from pd_connector.contract import READ_MARGIN_SECONDS
 from pdctl.spec.faults import Broken, Where, shown
 from pdctl.spec.model import Spec
 from pdctl.spec.rules_legs import broken_between_legs
@@ -10,10 +11,6 @@ from pdctl.spec.rules_owned import broken_by_owned
 from pdctl.spec.stand_ins import MAX_MODEL_LEN
 from pdctl.spec.units import GIB, format_duration
 from pdctl.spec.versions import CROSS_LAYER_KEY_UNTIL, OLDEST_VLLM, version, vllm_version
-
-READ_MARGIN_SECONDS = 5.0
-"""vLLM's prefill declines blocks with less time left than this
-(``_KV_BLOCKS_EXPIRY_SAFETY_MARGIN`` in ``nixl/pull_worker.py``)."""
 
 
 def broken_rules(spec: Spec) -> Iterator[Broken]:
