@@ -5,6 +5,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 from tests.ports import free_ports
@@ -260,3 +262,135 @@ def test_a_damaged_record_is_one_clear_line(place: Place) -> None:
     status = place.pdctl("status", "fakes", code=2)
     assert status.stderr.count("\n") == 1
     assert str(record) in status.stderr
+
+
+def test_a_changed_leg_that_cannot_listen_costs_nothing_that_runs(place: Place) -> None:
+    place.pdctl("up", "SPEC")
+    before = place.pids()
+    with socket.socket() as taken:
+        port = free_ports(1)[0]
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        place.spec["decode"]["legs"][0]["port"] = port
+        place.write()
+        up = place.pdctl("up", "SPEC", code=1)
+    assert f"port {port} on 127.0.0.1 is taken" in up.stderr
+    assert place.pids() == before
+
+
+def test_the_side_channel_is_looked_for_at_its_own_address(place: Place) -> None:
+    place.spec["prefill"]["legs"][0]["side_channel_host"] = "127.0.0.2"
+    place.write()
+    with socket.socket() as taken:
+        port = place.spec["prefill"]["legs"][0]["side_channel_port"]
+        taken.bind(("127.0.0.2", port))
+        taken.listen()
+        up = place.pdctl("up", "SPEC", code=1)
+    assert f"prefill-0: port {port} on 127.0.0.2 is taken" in up.stderr
+
+
+def test_cores_that_are_not_there_are_told(place: Place) -> None:
+    place.spec["prefill"]["cpus"] = "0,9990-9991"
+    place.write()
+    up = place.pdctl("up", "SPEC", code=1)
+    assert "prefill-0: cpus 0,9990-9991: this machine lets us use no core 9990, 9991" in up.stderr
+
+
+def test_an_interrupted_up_cleans_up_when_nobody_reads_its_output(place: Place) -> None:
+    place.spec["prefill"]["env"] = {"FAKE_START": "hang"}
+    place.write()
+    up = place.start("up", "SPEC")
+    until("decode is healthy", lambda: place.legs().get("decode-0", {}).get("phase") == "healthy")
+    assert up.stdout is not None
+    assert up.stderr is not None
+    up.stdout.close()
+    up.stderr.close()
+    up.send_signal(signal.SIGINT)
+    up.wait(timeout=30)
+    assert running("PDCTL_LEG=fakes/prefill-0") == []
+    assert running("PDCTL_LEG=fakes/decode-0") == []
+    assert place.legs() == {}
+
+
+def test_an_up_that_is_terminated_cleans_up(place: Place) -> None:
+    place.spec["prefill"]["env"] = {"FAKE_START": "hang"}
+    place.write()
+    up = place.start("up", "SPEC")
+    until("decode is healthy", lambda: place.legs().get("decode-0", {}).get("phase") == "healthy")
+    up.terminate()
+    up.communicate(timeout=30)
+    assert up.returncode == 130
+    assert place.legs() == {}
+
+
+def test_a_state_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    (tmp_path / "state").write_text("not a folder")
+    for words in (["status"], ["status", "fakes"], ["down", "fakes"]):
+        assert "Not a directory" in place.pdctl(*words, code=2).stderr
+
+
+def test_names_that_are_none_are_refused(place: Place) -> None:
+    place.pdctl("up", "SPEC")
+    (place.folder / "state/secret.log").write_text("secret\n")
+    assert "has no log of ../secret" in place.pdctl("logs", "fakes", "../secret", code=2).stderr
+    for name in ("", "..", "x" * 300):
+        assert "is neither a deployment's name nor" in place.pdctl("down", name, code=2).stderr
+
+
+def test_a_port_that_does_not_speak_http_is_told(place: Place) -> None:
+    place.pdctl("up", "SPEC")
+    router = place.legs()["router-0"]
+    os.kill(router["pid"], signal.SIGSTOP)
+    record = place.folder / "state/fakes/router-0.json"
+    with socket.socket() as other:
+        port = free_ports(1)[0]
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        answer = threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0\r\n\r\n"))
+        answer.start()
+        record.write_text(
+            record.read_text().replace(f":{place.spec['router']['port']}", f":{port}")
+        )
+        status = place.pdctl("status", "fakes", code=1)
+        answer.join()
+    assert "router-0: what listens there does not speak HTTP" in status.stdout
+
+
+def test_status_is_whole_when_piped(place: Place) -> None:
+    place.pdctl("up", "SPEC")
+    shown = place.pdctl("status", "fakes").stdout
+    for leg_status in place.legs().values():
+        assert leg_status["url"] in shown
+        assert str(leg_status["pid"]) in shown
+
+
+def test_an_unhealthy_engine_is_restarted(place: Place) -> None:
+    place.pdctl("up", "SPEC")
+    before = place.pids()
+    record = place.folder / "state/fakes/decode-0.json"
+    port, router_port = place.spec["decode"]["legs"][0]["port"], free_ports(1)[0]
+    refusing = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import http.server as h\n"
+            "class No(h.BaseHTTPRequestHandler):\n"
+            "    do_GET = lambda self: self.send_error(503)\n"
+            f"h.HTTPServer(('127.0.0.1', {router_port}), No).serve_forever()",
+        ],
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        record.write_text(record.read_text().replace(f":{port}", f":{router_port}"))
+        until(
+            "it calls itself unhealthy",
+            lambda: place.legs()["decode-0"]["detail"] == "/health answers 503",
+        )
+        up = place.pdctl("up", "SPEC")
+    finally:
+        refusing.kill()
+        refusing.wait()
+    assert "decode-0: unhealthy (/health answers 503), restarting it" in up.stderr
+    assert place.pids()["decode-0"] != before["decode-0"]
+    assert place.pids()["prefill-0"] == before["prefill-0"]

@@ -105,6 +105,17 @@ def test_only_known_headers_reach_an_engine(router: Router, conversation: str) -
         assert headers.keys().isdisjoint({"x-data-parallel-rank", "cookie"})
 
 
+@pytest.mark.parametrize("name", ["a,b", "HB:x", "x" * 65, "with space"])
+def test_a_request_id_that_would_break_a_lease_reaches_no_engine(
+    router: Router, conversation: str, name: str
+) -> None:
+    router.post(Chat(router, conversation).body("Hello", request_id=name), x_request_id=name)
+    for engine in router.engines:
+        headers = {name.lower() for name in engine.request_headers[-1]}
+        assert "x-request-id" not in headers
+        assert "request_id" not in engine.requests[-1]
+
+
 @pytest.mark.parametrize(
     "body",
     [
