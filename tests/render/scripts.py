@@ -16,7 +16,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 FAKE = f"""#!{sys.executable} -IS
 import json, os, sys
 if sys.argv[1:2] == ["-c"]:
-    sys.exit(sys.argv[2] != "import pd_connector.plugin")
+    sys.exit("pd_connector.check" not in sys.argv[2])
 with open(os.environ["FAKE_OUTPUT"], "w") as out:
     json.dump([sys.argv, dict(os.environ)], out)
 """

@@ -375,6 +375,28 @@ def test_a_stock_engine_that_declines_fails_the_readback(start_router: StartRout
     assert (answer.status, answer.outcome) == (200, "failed")
 
 
+def test_a_stock_engine_that_declines_near_the_end_of_life_means_expired(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(connector="stock", handle_ttl=3.9, decode_ttl=4)
+    for engine in router.engines:
+        engine.stock = True
+    chat = Chat(router, "c")
+    chat.say("Hello")
+    router.prefill[0].margin = 1e6
+    answer = chat.say("Again")
+    assert (answer.status, answer.outcome) == (200, "expired")
+
+
+def test_with_the_connector_a_handle_without_proof_is_not_sent(start_router: StartRouter) -> None:
+    router = start_router(connector="pdctl")
+    router.decode[0].stock = True
+    chat = Chat(router, "c")
+    chat.say("Hello")
+    assert chat.say("Again").outcome == "history_changed"
+    assert router.metric("pd_router_handles_sent_total") == 0
+
+
 def test_no_tokens_read_near_the_end_of_life_means_expired(start_router: StartRouter) -> None:
     router = start_router(connector="stock", handle_ttl=3.9, decode_ttl=4)
     for engine in router.engines:

@@ -40,6 +40,7 @@ class Flag:
 class Leg:
     """One process of a deployment.
 
+    ``checked`` is what the start script compares with the node (:mod:`pd_connector.check`).
     ``listens`` are addresses and ports: HTTP first, then the side channel's. ``kv_config`` is
     vLLM's kv-transfer-config, empty for the router.
     """
@@ -52,6 +53,7 @@ class Leg:
     port: int
     listens: tuple[tuple[str, int], ...]
     venv: str | None
+    checked: tuple[str, ...]
     cpus: str
     python: str
     command: tuple[str, ...]
@@ -151,6 +153,12 @@ def _engine(spec: Spec, base: Path, role: str, index: int, leg: LegSpec, on: boo
         listens=(
             (leg.bind or leg.host, leg.port),
             *((side_channel, leg.side_channel_port + rank) for rank in range(ranks)),
+        ),
+        checked=(
+            name,
+            spec.engine.vllm,
+            spec.engine.nixl,
+            str(spec.fabric.interfaces or 0),
         ),
         cpus=cpus,
         venv=venv,
@@ -361,6 +369,7 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
         bind=router.host,
         port=router.port,
         listens=((router.host, router.port),),
+        checked=(),
         cpus="",
         venv=venv,
         python=interpreter,
