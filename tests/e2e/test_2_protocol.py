@@ -1,5 +1,6 @@
 """What clients see through the router in front of real engines."""
 
+import functools
 import json
 import uuid
 from typing import Any
@@ -150,7 +151,10 @@ def test_a_client_that_leaves_frees_its_blocks(deployment: Deployment) -> None:
     url = f"{deployment.router_url}/v1/chat/completions"
     with deployment.client.stream("POST", url, json=body) as response:
         next(response.iter_bytes())
-        assert metric(deployment, deployment.decode_url, "vllm:num_requests_running") == 1
+        running = functools.partial(
+            metric, deployment, deployment.decode_url, "vllm:num_requests_running"
+        )
+        until("decode generates the answer", lambda: running() == 1)
     for engine in (deployment.prefill_url, deployment.decode_url):
         until(
             "the engines are idle after the client has left",
