@@ -18,9 +18,13 @@ setup: $(SETUP)
 $(SETUP): pyproject.toml requirements/engine-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "$(PYTHON) is older than 3.10; run: make PYTHON=python3.11 ..." >&2; exit 1; }
-	@echo "== setting up $(VENV): toolkit, router, connector and the CPU engine (about 3 GB)"
+	@echo "== setting up $(VENV) (about 3 GB)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH) -r requirements/engine-cpu.txt -e '.[dev]'
+	@echo "== 1 of 3: torch"
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	@echo "== 2 of 3: toolkit, router, connector, and what the engine needs"
+	$(BIN)/python -m pip install --quiet -r requirements/engine-cpu.txt -e '.[dev]'
+	@echo "== 3 of 3: the engine"
 	$(BIN)/python -m pip install --quiet --no-deps $(ENGINE)
 	@touch $@
 
