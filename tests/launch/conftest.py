@@ -96,6 +96,10 @@ class Place:
         return done
 
     def start(self, *words: str) -> subprocess.Popen[str]:
+        """Run pdctl beside the test. Ctrl-C reaches it even where a shell put the tests into the
+        background, which would have it ignored."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return subprocess.Popen(
             self.command(*words),
             stdout=subprocess.PIPE,
