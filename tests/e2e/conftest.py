@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,12 +154,3 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     yield deployment
     deployment.client.close()
     deployment.pdctl("down", deployment.name, "--grace", "10")
-
-
-def until(what: str, holds: Any, seconds: float = 60.0) -> None:
-    """Wait until ``holds()`` is true."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:g} s: {what}")
-        time.sleep(0.1)

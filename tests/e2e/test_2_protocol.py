@@ -12,8 +12,9 @@ from pd_connector import contract
 from pd_connector.contract import Outcome
 from pdctl.conversation import user_text
 from tests import fake_engine
+from tests.waiting import until
 
-from .conftest import ANSWER_TOKENS, Conversation, Deployment, until
+from .conftest import ANSWER_TOKENS, Conversation, Deployment
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,7 +151,9 @@ def test_a_client_that_leaves_frees_its_blocks(deployment: Deployment) -> None:
     body = chat(user_text(uuid.uuid4().hex, 2000), stream=True, max_tokens=4000)
     url = f"{deployment.router_url}/v1/chat/completions"
     with deployment.client.stream("POST", url, json=body) as response:
-        next(response.iter_bytes())
+        # Kept: a collected iterator would close the response.
+        chunks = response.iter_bytes()
+        assert next(chunks)
         running = functools.partial(
             metric, deployment, deployment.decode_url, "vllm:num_requests_running"
         )

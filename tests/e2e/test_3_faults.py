@@ -13,8 +13,9 @@ import pytest
 from pd_connector import contract
 from pd_connector.contract import Outcome
 from pdctl.conversation import user_text
+from tests.waiting import until
 
-from .conftest import Conversation, Deployment, until
+from .conftest import Conversation, Deployment
 
 QUICK = httpx.Timeout(60.0)
 """Far below the 600 s that a hanging request would take, far above a turn's second."""

@@ -5,8 +5,9 @@ import time
 import pytest
 
 from pd_connector.contract import READ_MARGIN_SECONDS, Outcome
+from tests.waiting import until
 
-from .conftest import Conversation, Deployment, until
+from .conftest import Conversation, Deployment
 
 DECODE_TTL = 20.0
 

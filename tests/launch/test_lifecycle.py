@@ -10,8 +10,9 @@ import threading
 from pathlib import Path
 
 from tests.ports import free_ports
+from tests.waiting import until
 
-from .conftest import Place, leg, running, until
+from .conftest import Place, leg, running
 
 
 def test_up_status_down(place: Place) -> None:

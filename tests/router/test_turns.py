@@ -296,10 +296,16 @@ def test_several_prompts_go_to_decode_alone(router: Router, conversation: str) -
     assert router.prefill[0].requests == []
 
 
-def test_text_that_hides_tokens_needs_their_proof(start_router: StartRouter) -> None:
-    router = start_router(connector="stock")
+def stock_router(start_router: StartRouter, **settings: float) -> Router:
+    """A router of a deployment without the connector."""
+    router = start_router(connector="stock", **settings)
     for engine in router.engines:
         engine.stock = True
+    return router
+
+
+def test_text_that_hides_tokens_needs_their_proof(start_router: StartRouter) -> None:
+    router = stock_router(start_router)
     image = {"type": "image_url", "image_url": {"url": "http://localhost/cat.png"}}
     cat = {"role": "user", "content": [{"type": "text", "text": "A cat"}, image]}
     chat = Chat(router, "image", messages=[cat])
@@ -365,9 +371,7 @@ def test_a_handle_that_the_engine_declines_is_expired(router: Router, conversati
 
 
 def test_a_stock_engine_that_declines_fails_the_readback(start_router: StartRouter) -> None:
-    router = start_router(connector="stock")
-    for engine in router.engines:
-        engine.stock = True
+    router = stock_router(start_router)
     chat = Chat(router, "c")
     chat.say("Hello")
     router.prefill[0].margin = 1e6
@@ -378,9 +382,7 @@ def test_a_stock_engine_that_declines_fails_the_readback(start_router: StartRout
 def test_a_stock_engine_that_declines_near_the_end_of_life_means_expired(
     start_router: StartRouter,
 ) -> None:
-    router = start_router(connector="stock", handle_ttl=3.9, decode_ttl=4)
-    for engine in router.engines:
-        engine.stock = True
+    router = stock_router(start_router, handle_ttl=3.9, decode_ttl=4)
     chat = Chat(router, "c")
     chat.say("Hello")
     router.prefill[0].margin = 1e6
@@ -398,9 +400,7 @@ def test_with_the_connector_a_handle_without_proof_is_not_sent(start_router: Sta
 
 
 def test_no_tokens_read_near_the_end_of_life_means_expired(start_router: StartRouter) -> None:
-    router = start_router(connector="stock", handle_ttl=3.9, decode_ttl=4)
-    for engine in router.engines:
-        engine.stock = True
+    router = stock_router(start_router, handle_ttl=3.9, decode_ttl=4)
     chat = Chat(router, "c")
     chat.say("Hello")
     router.prefill[0].report_usage_details = False

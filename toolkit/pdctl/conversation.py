@@ -34,7 +34,6 @@ class Turn:
     finish_reason: str | None
     answer_tokens: int
     ttft_ms: float
-    latency_ms: float
     outcome: str | None
     prompt_tokens: int | None
     tokens_read: int | None
@@ -107,7 +106,6 @@ def stream_turn(
         raise PdctlError(f"{router_url}: {error or type(error).__name__}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise PdctlError(f"{router_url}: the stream is no chat completion ({error!r})") from None
-    end = time.perf_counter()
     if not done or first is None:
         raise PdctlError(f"{router_url}: the stream ended without an answer")
     return Turn(
@@ -115,7 +113,6 @@ def stream_turn(
         finish_reason=finish_reason,
         answer_tokens=tokens,
         ttft_ms=(first - begin) * 1000,
-        latency_ms=(end - begin) * 1000,
         outcome=headers.get(contract.HEADER_REUSE),
         prompt_tokens=_number(headers.get(contract.HEADER_PROMPT_TOKENS), int),
         tokens_read=_number(headers.get(contract.HEADER_TOKENS_READ), int),

@@ -139,7 +139,6 @@ def _engine(spec: Spec, base: Path, role: str, index: int, leg: LegSpec, on: boo
     else:
         module = "vllm.entrypoints.openai.api_server"
         command = (python, "-m", module, "--model", model)
-    side_channel = leg.side_channel_host or leg.host
     cpus = _setting(leg, settings, "cpus", "")
     if cpus:
         command = ("taskset", "-c", cpus, *command)
@@ -148,11 +147,11 @@ def _engine(spec: Spec, base: Path, role: str, index: int, leg: LegSpec, on: boo
         role="prefill" if role == "prefill" else "decode",
         deployment=spec.name,
         host=leg.host,
-        bind=leg.bind or leg.host,
+        bind=leg.listen_host,
         port=leg.port,
         listens=(
-            (leg.bind or leg.host, leg.port),
-            *((side_channel, leg.side_channel_port + rank) for rank in range(ranks)),
+            (leg.listen_host, leg.port),
+            *((leg.handshake_host, leg.side_channel_port + rank) for rank in range(ranks)),
         ),
         checked=(
             name,
@@ -179,7 +178,7 @@ def _environment(spec: Spec, role: str, settings: Role, leg: LegSpec) -> Iterato
         )
     yield Variable(
         "VLLM_NIXL_SIDE_CHANNEL_HOST",
-        leg.side_channel_host or leg.host,
+        leg.handshake_host,
         "Where peers do the NIXL handshake with this leg.",
     )
     yield Variable(
@@ -273,7 +272,7 @@ def _flags(spec: Spec, base: Path, role: str, settings: Role, leg: LegSpec) -> I
         yield Flag(
             ("--otlp-traces-endpoint", spec.observability.otlp_endpoint), "vLLM's own spans."
         )
-    yield Flag(("--host", leg.bind or leg.host), "Address to listen on.")
+    yield Flag(("--host", leg.listen_host), "Address to listen on.")
     yield Flag(("--port", str(leg.port)), "HTTP port.")
     extra = spec.engine.extra_args
     for args, why in (

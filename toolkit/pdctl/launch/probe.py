@@ -42,28 +42,28 @@ def health_problem(url: str, timeout: float = 2.0) -> str | None:
         return NOT_LISTENING if isinstance(reason, ConnectionRefusedError) else str(reason)
 
 
-def fatal_line(log: Path) -> str | None:
+def fatal_line(lines: list[str]) -> str | None:
     """A line after which a leg will never be healthy although it goes on running, or None.
 
     When the NIXL side channel cannot listen, vLLM waits for it for ever.
     """
-    return next((line for line in _tail(log) if _NO_SIDE_CHANNEL in line), None)
+    return next((line for line in lines if _NO_SIDE_CHANNEL in line), None)
 
 
-def last_line(log: Path) -> str:
-    """The last line with text, without vLLM's prefix."""
-    return next((line for line in reversed(_tail(log)) if line), "")
+def last_line(lines: list[str]) -> str:
+    """The last line, empty when there is none."""
+    return lines[-1] if lines else ""
 
 
-def error_line(log: Path) -> str:
+def error_line(lines: list[str]) -> str:
     """The line that most likely says why a leg ended; the last line when none does."""
-    lines = [line for line in _tail(log) if line]
     errors = [line for line in lines if _ERROR.search(line)]
     causes = [line for line in errors if not _CONSEQUENCE.search(line)]
     return (causes or errors or lines or ["its log is empty"])[-1]
 
 
-def _tail(log: Path) -> list[str]:
+def tail(log: Path) -> list[str]:
+    """The last lines with text, without vLLM's prefixes; none when there is no log."""
     try:
         with log.open("rb") as stream:
             stream.seek(0, 2)
@@ -71,7 +71,7 @@ def _tail(log: Path) -> list[str]:
             text = stream.read().decode(errors="replace")
     except OSError:
         return []
-    return [_plain(line) for line in re.split(r"[\r\n]+", text)]
+    return [line for line in map(_plain, re.split(r"[\r\n]+", text)) if line]
 
 
 def _plain(line: str) -> str:

@@ -16,6 +16,7 @@ from pdctl.launch.probe import (
     fatal_line,
     health_problem,
     last_line,
+    tail,
 )
 from pdctl.launch.state import DeploymentState, LegRecord
 from pdctl.plan import Deployment, Leg
@@ -42,6 +43,8 @@ class LegStatus:
     pid: int | None
     detail: str
     last_line: str
+    fatal: str | None
+    """A line of its log after which it will never be healthy."""
 
 
 def leg_statuses(state: DeploymentState) -> list[LegStatus]:
@@ -52,14 +55,15 @@ def leg_statuses(state: DeploymentState) -> list[LegStatus]:
 
 
 def _status(state: DeploymentState, record: LegRecord, pids: list[int]) -> LegStatus:
-    log = state.log(record.name)
+    lines = tail(state.log(record.name))
     if not processes.alive(pids):
-        return LegStatus(record, Phase.DEAD, None, error_line(log), last_line(log))
+        return LegStatus(record, Phase.DEAD, None, error_line(lines), last_line(lines), None)
     problem = health_problem(record.url)
     phase = Phase.HEALTHY
     if problem:
         phase = Phase.STARTING if problem == NOT_LISTENING else Phase.UNHEALTHY
-    return LegStatus(record, phase, pids[0], problem or "", last_line(log))
+    fatal = fatal_line(lines) if problem else None
+    return LegStatus(record, phase, pids[0], problem or "", last_line(lines), fatal)
 
 
 def bring_up(
@@ -140,10 +144,9 @@ def _wait(
         for status in statuses:
             if status.phase is Phase.DEAD:
                 raise PdctlError(_ended(state, status))
-            fatal = status.phase is not Phase.HEALTHY and fatal_line(state.log(status.record.name))
-            if fatal:
+            if status.fatal:
                 raise PdctlError(
-                    f"{status.record.name}: cannot start: {fatal}\n"
+                    f"{status.record.name}: cannot start: {status.fatal}\n"
                     f"log: {state.log(status.record.name)}"
                 )
         waiting = [status for status in statuses if status.phase is not Phase.HEALTHY]

@@ -208,6 +208,16 @@ class Leg(LegSettings):
     )
     engine_id: str | None = Field(None, min_length=1, description="Pattern for this leg alone.")
 
+    @property
+    def listen_host(self) -> str:
+        """Address that its HTTP server listens on."""
+        return self.bind or self.host
+
+    @property
+    def handshake_host(self) -> str:
+        """Address of its side channel."""
+        return self.side_channel_host or self.host
+
 
 class Role(LegSettings):
     """Settings of all legs of a role, and the legs."""

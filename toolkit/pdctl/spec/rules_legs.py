@@ -120,9 +120,9 @@ def _ports(spec: Spec) -> Iterator[Broken]:
 
     for where, name, role, leg in legs(spec):
         at = (*where, "port")
-        yield from take(at, leg.host, leg.bind or leg.host, leg.port, f"{name}'s port")
+        yield from take(at, leg.host, leg.listen_host, leg.port, f"{name}'s port")
         at = (*where, "side_channel_port")
-        side = leg.side_channel_host or leg.host
+        side = leg.handshake_host
         ranks_at, ranks = _setting(where, role, leg, "data_parallel")
         for rank in range(ranks):
             what = f"{name}'s side-channel port" + (f" of rank {rank}" if ranks > 1 else "")
