@@ -27,6 +27,19 @@ class Outcome(str, Enum):
     """The readback was tried and did not succeed; the prompt was recomputed."""
     DISABLED = "disabled"
     """Bidirectional transfer is off on this leg or in this deployment."""
+    LOCAL_HIT = "local_hit"
+    """The prompt's history was in the leg's own prefix cache; nothing was read."""
+
+
+class Route(str, Enum):
+    """How a turn's prompt gets its KV."""
+
+    RECOMPUTE = "recompute"
+    """Prefill computes all of it."""
+    READBACK = "readback"
+    """Prefill reads decode's blocks and computes the rest."""
+    APPEND = "append"
+    """Decode alone: its prefix cache holds the history."""
 
 
 # Request and answer body fields.
@@ -52,7 +65,22 @@ PD_TOKENS = "pd_tokens"
 """On decode's handle: ``{"v": 1, "n": tokens, "digest": hex}``, a digest over the
 first ``n`` token ids of the finished turn. Prefill compares it with its prompt."""
 PD_REUSE = "pd_reuse"
-"""On prefill's handle: ``{"outcome": Outcome, "tokens_read": tokens}`` of the prompt."""
+"""On prefill's handle: ``{"outcome": Outcome, "tokens_read": tokens, "reason": text,
+"read_ms": milliseconds, "read_bytes": bytes}`` of the prompt; the last three may be missing."""
+PD_SIGNATURE = "pd_sig"
+"""On a handle: signature of the leg that made it; prefill and decode refuse a handle whose
+signature does not hold."""
+
+# HTTP paths that pd_connector adds to an engine; JSON, with a bearer token where it says so.
+ENGINE_SETTINGS_PATH = "/pd/settings"
+"""GET: the effective settings of the leg, read only (also tells provider and rails)."""
+ENGINE_LEASES_PATH = "/pd/leases"
+"""GET: turns whose blocks decode keeps. POST ``{"release": [ids], "renew": {id: seconds}}``
+with the deployment's key (:data:`LEASE_KEY_HEADER`); unknown ids are ignored."""
+LEASE_KEY_HEADER = "X-PD-Key"
+"""Proves to an engine that the router belongs to its deployment."""
+SECRET_FILE_VARIABLE = "PD_SECRET_FILE"
+"""Environment variable of engines and router: the file that holds the deployment's secret."""
 
 # Request headers that name a conversation, first match wins (after the body field).
 CONVERSATION_HEADERS = ("X-Conversation-ID", "X-Session-ID", "X-Correlation-ID")
@@ -66,6 +94,17 @@ HEADER_PROMPT_TOKENS = "X-PD-Prompt-Tokens"
 """Prompt tokens of the turn, as the prefill leg counted them."""
 HEADER_PREFILL_MS = "X-PD-Prefill-Ms"
 """Milliseconds from sending the prefill request to its answer, retries included."""
+
+HEADER_ROUTE = "X-PD-Route"
+"""The turn's :class:`Route`."""
+HEADER_READ_MS = "X-PD-Read-Ms"
+"""Milliseconds of the D->P read, when the engine tells them."""
+HEADER_READ_BYTES = "X-PD-Read-Bytes"
+"""Bytes of the D->P read, when the engine tells them."""
+
+# Paths of the router besides the OpenAI API.
+ADMIN_PATH = "/admin"
+"""``/admin/conversations``, ``/admin/legs``: loopback or an admin token."""
 
 # Router metrics.
 ROUTER_TURNS = "pd_router_turns_total"
