@@ -253,9 +253,7 @@ ENGINE_TRANSFER_FAILURES = Metric(
     "NIXL READs that failed.",
     ("direction", "backend", "peer"),
 )
-ENGINE_PINS = Metric(
-    "pd_engine_pinned_turns", "gauge", "Finished turns whose blocks decode keeps."
-)
+ENGINE_PINS = Metric("pd_engine_pinned_turns", "gauge", "Finished turns whose blocks decode keeps.")
 ENGINE_PINNED_BLOCKS = Metric(
     "pd_engine_pinned_blocks", "gauge", "KV blocks that decode keeps for finished turns."
 )
