@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import uvloop
 from aiohttp import web
 
 from pd_router.app import build_app
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream=sys.stderr,
     )
     try:
-        asyncio.run(_serve(settings))
+        uvloop.run(_serve(settings))
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
         print(f"pd_router: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
