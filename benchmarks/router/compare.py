@@ -168,6 +168,7 @@ def _one(
     with process(command, env) as router:
         wait_for(url + "/health")
         row = run_load(["--url", url], streams, given.seconds, router.pid)
+    row["answer_events"] = given.chunks + 2
     return row
 
 
@@ -183,6 +184,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells += [f"{row['ttfb_p50']:.2f} / {row['ttfb_p99']:.2f}", added]
         cells += [f"{row['requests_per_s']:.1f}", f"{row['events_per_s']:.0f}"]
         if "cpu_s" in row:
+            per_answer = 1000 * row["answer_events"] / max(row["events_per_cpu_s"], 1)
+            cells += [f"{row['events_per_cpu_s']:.0f}", f"{per_answer:.2f}"]
             cells += [f"{row['cores']:.2f}"]
         else:
             cells += ["-", "-", "-"]

@@ -9,7 +9,6 @@ COMPLETE = frozenset({"stop", "length", "tool_calls"})
 """Finish reasons of an answer that ended by itself."""
 
 _REASONING = ("reasoning", "reasoning_content")
-_KNOWN_DELTA = frozenset({"role", "content", "tool_calls", *_REASONING})
 
 
 @dataclass(slots=True)
@@ -71,12 +70,18 @@ class Answer:
             self.stop_reason = choice["stop_reason"]
 
     def _add_message(self, part: dict[str, Any]) -> None:
-        self.role = part.get("role") or self.role
-        self._add_text(part.get("content"))
-        self.reasoning |= any(part.get(name) is not None for name in _REASONING)
-        self.unreadable |= any(part[name] for name in part.keys() - _KNOWN_DELTA)
-        for place, call in enumerate(part.get("tool_calls") or []):
-            self._add_tool_call(place, call)
+        for name, value in part.items():
+            if name == "content":
+                self._add_text(value)
+            elif name == "role":
+                self.role = value or self.role
+            elif name == "tool_calls":
+                for place, call in enumerate(value or []):
+                    self._add_tool_call(place, call)
+            elif name in _REASONING:
+                self.reasoning |= value is not None
+            elif value:
+                self.unreadable = True
 
     def _add_text(self, text: Any) -> None:
         if isinstance(text, str):
