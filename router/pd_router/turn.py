@@ -339,7 +339,7 @@ class Turn:
         response = web.StreamResponse(headers={**self._headers, "Cache-Control": "no-cache"})
         response.headers["Content-Type"] = answer.headers["content-type"]
         secrets = self._secrets(prefilled.params)
-        relay = StreamRelay(self._router.settings.max_body, secrets, self._keeper(leg))
+        relay = StreamRelay(self._router.settings.max_body_bytes, secrets, self._keeper(leg))
         try:
             pipe = await open_pipe(
                 self._request,

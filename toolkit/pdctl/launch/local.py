@@ -11,7 +11,7 @@ from pdctl.errors import PdctlError
 from pdctl.launch.processes import MARK, find
 from pdctl.launch.state import DeploymentState, LegRecord
 from pdctl.plan import Leg
-from pdctl.render import render_leg
+from pdctl.render import leg_files
 
 
 def new_record(leg: Leg, bidirectional: bool) -> LegRecord:
@@ -26,7 +26,7 @@ def start(state: DeploymentState, leg: Leg, record: LegRecord) -> None:
         PdctlError: the log or the record cannot be written.
     """
     try:
-        state.write(record, render_leg(leg))
+        state.write(record, leg_files(leg))
         with state.rotate_log(leg.name).open("wb") as log:
             subprocess.Popen(
                 ["bash", str(state.script(leg.name))],
