@@ -93,8 +93,14 @@ class StreamRelay:
             return
         events = b"".join(self._pending)
         self._pending, self._pending_bytes = [], 0
-        for body in _bodies(events):
-            self._note(body)
+        if events.startswith(b"data: "):
+            # As vLLM sends them: JSON has no line ends of its own.
+            chunks = b"[" + events[6:-2].replace(b"\n\ndata: ", b",") + b"]"
+            if self._answer.add_middle(chunks):
+                return
+        for data in map(sse.data_of, sse.Splitter(len(events)).feed(events)):
+            if data:
+                self._note(_body(data))
 
     def _note(self, body: Any) -> None:
         if self._on_complete is None:
@@ -105,20 +111,8 @@ class StreamRelay:
             self._on_complete = None
 
 
-def _bodies(events: bytes) -> list[Any]:
-    """The JSON of whole events; None for one that is not JSON."""
-    try:
-        # As vLLM sends them: JSON has no line ends of its own.
-        bodies = jsonbytes.load(b"[" + events[6:-2].replace(b"\n\ndata: ", b",") + b"]")
-        if events.startswith(b"data: ") and isinstance(bodies, list):
-            return bodies
-    except ValueError:
-        pass
-    data = map(sse.data_of, sse.Splitter(len(events)).feed(events))
-    return [_body(one) for one in data if one]
-
-
 def _body(data: bytes) -> Any:
+    """The JSON of an event; None if it is not JSON."""
     try:
         return jsonbytes.load(data)
     except ValueError:
