@@ -9,68 +9,19 @@ FOLDER is what ``pip install --target FOLDER vllm-router`` made.
 """
 
 import argparse
-import contextlib
 import json
-import os
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
-from ports import free_ports
+from rig import cpu_seconds, engine, pd_router, process, rust_router, wait_for  # noqa: E402
 
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and its children that still run."""
-    total = 0
-    for task in [pid, *_children(pid)]:
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()
-            total += int(fields[11]) + int(fields[12])
-    return total / TICKS
-
-
-def _children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(c) for c in children] + [d for c in children for d in _children(int(c))]
-    return []
-
-
-@contextlib.contextmanager
-def process(command: list[str], env: dict[str, str] | None = None) -> Iterator[Any]:
-    log = subprocess.DEVNULL if not os.environ.get("BENCH_LOG") else None
-    started = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})})
-    try:
-        yield started
-    finally:
-        started.terminate()
-        try:
-            started.wait(15)
-        except subprocess.TimeoutExpired:
-            started.kill()
-            started.wait()
-
-
-def wait_for(url: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=1) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            if time.monotonic() > end:
-                raise SystemExit(f"{url} does not answer") from None
-            time.sleep(0.1)
+from ports import free_ports  # noqa: E402
 
 
 def run_load(target: list[str], streams: int, seconds: float, pid: int | None) -> dict[str, Any]:
@@ -91,24 +42,6 @@ def run_load(target: list[str], streams: int, seconds: float, pid: int | None) -
     return row
 
 
-def pd_router(port: int, legs: list[tuple[str, str]]) -> list[str]:
-    command = [sys.executable, "-m", "pd_router", "--name", "bench", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--connector", "pdctl", "--bidirectional", "on"]
-    command += ["--handle-ttl", "450", "--decode-ttl", "480"]
-    for number, (role, url) in enumerate(legs):
-        command += [f"--{role}", f"{role}-{number}={url}"]
-    return command
-
-
-def rust_router(folder: str, port: int, metrics: int, legs: list[tuple[str, str]]) -> list[str]:
-    command = [sys.executable, str(Path(folder) / "bin" / "vllm-router")]
-    command += ["--vllm-pd-disaggregation", "--policy", "round_robin", "--kv-connector", "nixl"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
-    for role, url in legs:
-        command += [f"--{role}", url]
-    return command
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256])
@@ -119,7 +52,8 @@ def main() -> int:
         parser.add_argument(flag, type=float, default=default)
     parser.add_argument("-o", dest="output", choices=("table", "json"), default="table")
     given = parser.parse_args()
-    rows = measure(given)
+    with tempfile.TemporaryDirectory() as given.folder:
+        rows = measure(given)
     print(json.dumps(rows) if given.output == "json" else table(rows))
     return 0
 
@@ -129,10 +63,9 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     pace = ["--prefill-ms", str(given.prefill_ms), "--chunks", str(int(given.chunks))]
     pace += ["--chunk-ms", str(given.chunk_ms)]
-    engine = [sys.executable, str(HERE / "fake_paced_engine.py"), *pace, "--port"]
     legs = [("prefill", urls[0]), ("decode", urls[1])]
     rows: list[dict[str, Any]] = []
-    with process([*engine, str(ports[0])]), process([*engine, str(ports[1])]):
+    with process(engine(ports[0], *pace)), process(engine(ports[1], *pace)):
         for url in urls[:2]:
             wait_for(url + "/health")
         for streams in given.streams:
@@ -161,13 +94,14 @@ def _one(
         return run_load(["--direct", urls[0], urls[1]], streams, given.seconds, None)
     env = {}
     if name == "pd-router":
-        command, url = pd_router(ports[2], legs), urls[2]
+        command, url = pd_router(Path(given.folder), ports[2], legs), urls[2]
     else:
         command, url = rust_router(given.rust, ports[3], ports[4], legs), urls[3]
         env = {"PYTHONPATH": given.rust}
     with process(command, env) as router:
         wait_for(url + "/health")
         row = run_load(["--url", url], streams, given.seconds, router.pid)
+    row["answer_events"] = given.chunks + 2
     return row
 
 
@@ -183,6 +117,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells += [f"{row['ttfb_p50']:.2f} / {row['ttfb_p99']:.2f}", added]
         cells += [f"{row['requests_per_s']:.1f}", f"{row['events_per_s']:.0f}"]
         if "cpu_s" in row:
+            per_answer = 1000 * row["answer_events"] / max(row["events_per_cpu_s"], 1)
+            cells += [f"{row['events_per_cpu_s']:.0f}", f"{per_answer:.2f}"]
             cells += [f"{row['cores']:.2f}"]
         else:
             cells += ["-", "-", "-"]

@@ -115,10 +115,11 @@ class Clock:
             self._done = now
 
 
+OPEN: "set[Connection]" = set()
+
+
 class Connection(asyncio.Protocol):
     """One keep-alive connection."""
-
-    open: "set[Connection]" = set()
 
     def __init__(self, script: Script, clock: Clock) -> None:
         self._script = script
@@ -130,10 +131,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self.open.add(self)
+        OPEN.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.open.discard(self)
+        OPEN.discard(self)
         self._transport = None
 
     def pause_writing(self) -> None:
@@ -157,7 +158,7 @@ class Connection(asyncio.Protocol):
         script = self._script
         if head.startswith(b"post /fake/restart"):
             script.engine_id = os.urandom(8).hex()
-            for connection in list(self.open):
+            for connection in list(OPEN):
                 connection._transport.abort()
         elif head.startswith(b"get /metrics"):
             self._transport.write(_JSON_HEAD % (200, 0))

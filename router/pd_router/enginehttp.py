@@ -40,6 +40,7 @@ class Connection(asyncio.Protocol):
         self._head_size = 0
         self._until_close = True
         self._whole = False
+        self._reusable = False
         self._heard = 0.0
         self._paused = False
         self._watch: asyncio.TimerHandle | None = None
@@ -60,7 +61,8 @@ class Connection(asyncio.Protocol):
         self._end = self._loop.create_future()
         # Nobody may come to wait for it.
         self._end.add_done_callback(_retrieve)
-        self._sink, self._early, self._whole = None, [], False
+        self._sink, self._early = None, []
+        self._whole = self._reusable = False
         if self._transport is None:
             raise Unanswered("closed")
         self._transport.write(request)
@@ -129,7 +131,7 @@ class Connection(asyncio.Protocol):
         self._sink = None
         if self._transport is None:
             return
-        if self._whole and self._parser is not None and self._parser.should_keep_alive():
+        if self._whole and self._reusable:
             self._parser = None
             self._expiry = self._loop.call_later(_KEEP_ALIVE_SECONDS, self.abort)
             self._idle.append(self)
@@ -212,6 +214,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self.status >= 200:
+            # The parser forgets it once the message is over.
+            self._reusable = self._parser.should_keep_alive()
             self._finish()
 
     def _finish(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -57,3 +58,52 @@ def _finite_number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is no double")
     return value
+
+
+def without_member(data: bytes, name: str) -> bytes:
+    """Valid JSON less every member called ``name``, at any depth; no other byte changes."""
+    key = b'"' + name.encode() + b'"'
+    start = data.find(key)
+    while start >= 0:
+        colon = _COLON.match(data, start + len(key))
+        if colon is None or _is_escaped(data, start):
+            start = data.find(key, start + len(key))
+            continue
+        end = _value_end(data, colon.end())
+        if comma := _COMMA.match(data, end):
+            end = comma.end()
+        elif before := _TRAILING_COMMA.search(data[:start]):
+            start = before.start()
+        data = data[:start] + data[end:]
+        start = data.find(key, start)
+    return data
+
+
+_COLON = re.compile(rb"\s*:\s*")
+_COMMA = re.compile(rb"\s*,\s*")
+_TRAILING_COMMA = re.compile(rb",\s*\Z")
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING_OR_BRACKET = re.compile(_STRING.pattern + rb"|[\[\]{}]", re.DOTALL)
+_SCALAR = re.compile(rb"[^\s,\]}]*")
+
+
+def _value_end(data: bytes, start: int) -> int:
+    """Where the value that begins at ``start`` ends."""
+    if data[start : start + 1] not in (b"{", b"["):
+        whole = _STRING.match(data, start) or _SCALAR.match(data, start)
+        return whole.end() if whole else len(data)
+    depth = 0
+    for token in _STRING_OR_BRACKET.finditer(data, start):
+        if token.group() in (b"{", b"["):
+            depth += 1
+        elif token.group() in (b"}", b"]"):
+            depth -= 1
+            if depth == 0:
+                return token.end()
+    return len(data)
+
+
+def _is_escaped(data: bytes, place: int) -> bool:
+    """Whether the quote at ``place`` belongs to a string around it."""
+    backslashes = len(data[:place]) - len(data[:place].rstrip(b"\\"))
+    return backslashes % 2 == 1
