@@ -14,9 +14,10 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
         NixlPullConnectorWorker,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
     from pd_connector.scheduler import PdPullScheduler
-    from pd_connector.stats import ROWS, NixlKVConnectorStats, PdPromMetrics, PdStats
+    from pd_connector.stats import ROWS, PdPromMetrics, PdStats
     from pd_connector.worker import ExpiredReads, PdPullWorker
 except ImportError as error:
     raise UnsupportedVllmError([str(error)]) from error

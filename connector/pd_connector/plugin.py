@@ -11,7 +11,13 @@ import multiprocessing
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from pd_connector.contract import KV_TRANSFER_PARAMS, LOG_STREAM_ACTIVE, LOG_STREAM_INACTIVE
+from pd_connector import admission, workers
+from pd_connector.contract import (
+    KV_TRANSFER_PARAMS,
+    LOG_CHECKS_INACTIVE,
+    LOG_STREAM_ACTIVE,
+    LOG_STREAM_INACTIVE,
+)
 from pd_connector.stream import HandleTap, with_handle
 
 _MARK = "__pd_connector__"
@@ -25,17 +31,24 @@ _announced = False
 
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; may be called more than once."""
-    if multiprocessing.current_process().name.startswith(_ENGINE_PROCESSES):
-        return
     from vllm.logger import init_logger  # noqa: PLC0415
 
     logger = init_logger("vllm.pd_connector.plugin")
+    if multiprocessing.current_process().name.startswith(_ENGINE_PROCESSES):
+        _try(logger, "pd_connector: workers tell no settings", workers.install)
+        return
+    _try(logger, LOG_STREAM_INACTIVE, lambda: _install(logger))
+    _try(logger, LOG_CHECKS_INACTIVE, admission.install)
+
+
+def _try(logger: Any, otherwise: str, install: Callable[[], str | None]) -> None:
+    """Change this process, or say why not: vLLM starts in any case."""
     try:
-        reason = _install(logger)
+        reason = install()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
-        logger.warning("%s: %s", LOG_STREAM_INACTIVE, reason)
+        logger.warning("%s: %s", otherwise, reason)
 
 
 def _install(logger: Any) -> str | None:
