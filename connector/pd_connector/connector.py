@@ -16,6 +16,7 @@ try:
     )
 
     from pd_connector.scheduler import PdPullScheduler
+    from pd_connector.stats import ROWS, NixlKVConnectorStats, PdPromMetrics, PdStats
     from pd_connector.worker import ExpiredReads, PdPullWorker
 except ImportError as error:
     raise UnsupportedVllmError([str(error)]) from error
@@ -38,6 +39,24 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.connector_scheduler = PdPullScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
             self.connector_worker = PdPullWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    def get_kv_connector_stats(self) -> Any:
+        if (worker := self.connector_worker) is not None:
+            worker.xfer_stats.with_rows(worker.pending.take())
+            return super().get_kv_connector_stats()
+        rows = self.connector_scheduler.pending.take()
+        return PdStats().with_rows(rows) if rows else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        # For vLLM's log line, which has nothing to say about rows.
+        return NixlKVConnectorStats(
+            data={key: value for key, value in (data or {}).items() if key != ROWS}
+        )
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> PdPromMetrics:
+        return PdPromMetrics(*args, **kwargs)
 
     def build_connector_worker_meta(self) -> ExpiredReads | None:
         return self.connector_worker.take_expired_reads() if self.connector_worker else None

@@ -19,6 +19,7 @@ from pd_connector.contract import (
     REMOTE_NUM_TOKENS,
     Outcome,
 )
+from pd_connector.counters import Pending
 from pd_connector.kvcache import clippable_block_sizes, why_reads_are_unsafe
 from pd_connector.proof import make_proof, proof_matches, proof_seed, unprovable
 from pd_connector.readback import (
@@ -60,6 +61,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             raise UnsupportedVllmError(missing)
         self._model = str(vllm_config.model_config.model)
         self._block_sizes = clippable_block_sizes(kv_cache_config)
+        self.pending = Pending()
         self._prompts: dict[str, Prompt] = {}
         self._reads_back = bool(self.is_bidirectional_kv_xfer_enabled)
         if self._reads_back and (reason := self._why_not_read_back(kv_cache_config)):

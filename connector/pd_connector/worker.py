@@ -8,7 +8,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.platforms import current_platform
 
+from pd_connector.counters import Pending
 from pd_connector.kvcache import only_full_attention
+from pd_connector.stats import PdStats
 
 
 class ExpiredReads(KVConnectorWorkerMetadata):  # type: ignore[misc]
@@ -29,6 +31,8 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         super().__init__(vllm_config, engine_id, kv_cache_config)
         if cores:
             os.sched_setaffinity(0, cores)
+        self.pending = Pending()
+        self.xfer_stats = PdStats()
         self._expired_reads: set[str] = set()
         self._read_declined = False
         # vLLM names the blocks of a failed read only where it takes every layer for
