@@ -12,30 +12,50 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from pd_connector.contract import KV_TRANSFER_PARAMS, LOG_STREAM_ACTIVE, LOG_STREAM_INACTIVE
+from pd_connector.control import make_own_key
+from pd_connector.idle import install as install_sleep
 from pd_connector.stream import HandleTap, with_handle
 
 _MARK = "__pd_connector__"
 _RESULTS = "result_generator"
 
 # vLLM loads general plugins in every process; these serve no HTTP.
-_ENGINE_PROCESSES = ("EngineCore", "VllmWorker")
+_ENGINE_CORE = "EngineCore"
+_WORKER = "VllmWorker"
 
 _announced = False
 
 
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; may be called more than once."""
-    if multiprocessing.current_process().name.startswith(_ENGINE_PROCESSES):
+    process = multiprocessing.current_process().name
+    if process.startswith(_WORKER):
         return
     from vllm.logger import init_logger  # noqa: PLC0415
 
     logger = init_logger("vllm.pd_connector.plugin")
+    if process.startswith(_ENGINE_CORE):
+        _install_sleep(logger)
+        return
+    make_own_key()
     try:
         reason = _install(logger)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
         logger.warning("%s: %s", LOG_STREAM_INACTIVE, reason)
+
+
+def _install_sleep(logger: Any) -> None:
+    """An engine core that only keeps finished turns' blocks sleeps between steps."""
+    try:
+        from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415
+
+        reason = install_sleep(EngineCoreProc)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        logger.warning("pd_connector: an idle engine with pinned turns uses a core: %s", reason)
 
 
 def _install(logger: Any) -> str | None:

@@ -1,7 +1,8 @@
 """Scheduler side of the connector: each prompt's readback is decided once, proven
 before it is asked for, and accounted for on the answer."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
@@ -14,12 +15,15 @@ from pd_connector.contract import (
     DO_REMOTE_PREFILL,
     LOG_CONNECTOR_ACTIVE,
     LOG_READBACK_UNSUPPORTED,
+    PD_PREVIOUS,
     PD_REUSE,
     PD_TOKENS,
     REMOTE_NUM_TOKENS,
+    REMOTE_REQUEST_ID,
     Outcome,
 )
 from pd_connector.counters import Pending
+from pd_connector.engine import EngineLeases, refused, reuse_of
 from pd_connector.kvcache import clippable_block_sizes, why_reads_are_unsafe
 from pd_connector.proof import make_proof, proof_matches, proof_seed, unprovable
 from pd_connector.readback import (
@@ -29,7 +33,9 @@ from pd_connector.readback import (
     settled_tokens,
     tokens_held,
 )
+from pd_connector.reads import Reading
 from pd_connector.seams import BLOCKS_PROCESSED, UnsupportedVllmError, missing_attributes
+from pd_connector.sidechannel import serve_side_channel
 
 logger = init_logger("vllm.pd_connector.scheduler")
 
@@ -48,6 +54,10 @@ class Prompt:
     reading: int = 0
     """Tokens being read."""
     tokens_read: int = 0
+    arrived: int = field(default_factory=time.time_ns)
+    refusal: str = ""
+    """Why decode did not let the handle be read."""
+    read: Reading | None = None
     expired: bool = False
     outcome: Outcome = Outcome.MISS
 
@@ -62,6 +72,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._model = str(vllm_config.model_config.model)
         self._block_sizes = clippable_block_sizes(kv_cache_config)
         self.pending = Pending()
+        self.leases = EngineLeases(vllm_config, engine_id, self.pending, self._block_sizes)
         self._prompts: dict[str, Prompt] = {}
         self._reads_back = bool(self.is_bidirectional_kv_xfer_enabled)
         if self._reads_back and (reason := self._why_not_read_back(kv_cache_config)):
@@ -71,7 +82,8 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
+        self.leases.pins.wanted(request)
         params = request.kv_transfer_params
         if not params or params.get(DO_REMOTE_PREFILL):
             matched: tuple[int, bool] = super().get_num_new_matched_tokens(
@@ -88,10 +100,21 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             # issued, so a request that waits for one would wait for ever.
             return 0, False
         prompt.local_tokens = num_computed_tokens
-        prompt.decision = self._decide(prompt)
+        decision = self._decide(prompt)
+        if decision.outcome is Outcome.HIT and not prompt.refusal:
+            claim = self.leases.reads.claim(request)
+            if claim is None:
+                return None, False
+            if not claim.granted:
+                prompt.refusal = claim.reason
+                self.leases.prompt_refused(
+                    request, refused(decision, claim.reason).outcome, claim.reason
+                )
+        prompt.decision = refused(decision, prompt.refusal)
         return prompt.decision.tokens, prompt.decision.tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.leases.pins.placed(request)
         prompt = self._prompts.get(request.request_id)
         if prompt is not None and not prompt.settled and prompt.decision is not None:
             self._settle(prompt, prompt.decision, num_external_tokens)
@@ -99,29 +122,57 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             # Its blocks will be kept for a readback. Without this the worker does not
             # know the request, and its deadline would never come.
             self._reqs_in_batch.add(request.request_id)
+        if num_external_tokens:
+            self.leases.reads.start(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        self.leases.command(meta)
+        return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
-        expired = getattr(connector_output, "kv_connector_worker_meta", None)
-        for request_id in getattr(expired, "request_ids", ()):
-            if prompt := self._prompts.get(request_id):
-                prompt.expired = True
+        report = getattr(connector_output, "kv_connector_worker_meta", None)
+        if report is not None:
+            self.leases.reads.ended(report.transfers)
+            for request_id in report.expired:
+                if prompt := self._prompts.get(request_id):
+                    prompt.expired = True
         for request_id in connector_output.finished_recving or ():
+            read = self.leases.reads.over(request_id)
             if prompt := self._prompts.get(request_id):
+                prompt.read = read
                 self._account(prompt)
+        self.leases.pins.freed(connector_output.finished_sending or ())
+
+    def _nixl_handshake_listener(
+        self, encoded_data: Any, ready_event: Any, stop_event: Any, host: str, port: int
+    ) -> None:
+        serve_side_channel(
+            encoded_data, ready_event, stop_event, host, port, self.leases.answers.answer
+        )
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether a step can wait while all requests are finished."""
+        return not self._reqs_need_recv and not self._reqs_need_send
+
+    def shutdown(self) -> None:
+        self.leases.close()
+        super().shutdown()
 
     def request_finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is not None:
+            self.leases.prompt_finished(prompt)
             held, answer = super().request_finished(request, block_ids)
             if answer is not None:
-                answer[PD_REUSE] = {
-                    "outcome": prompt.outcome.value,
-                    "tokens_read": prompt.tokens_read,
-                }
+                answer[PD_REUSE] = reuse_of(prompt)
+                if previous := request.kv_transfer_params.get(REMOTE_REQUEST_ID):
+                    answer[PD_PREVIOUS] = previous
             return held, answer
         tokens = settled_tokens(
             computed=request.num_computed_tokens,
@@ -136,6 +187,14 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return False, None
         answer[REMOTE_NUM_TOKENS] = tokens
         answer[PD_TOKENS] = self._proof(request, tokens)
+        self.leases.pins.finished(
+            request.request_id,
+            request.kv_transfer_params,
+            answer,
+            block_ids,
+            tokens,
+            self._reqs_need_send[request.request_id],
+        )
         return held, answer
 
     def _decide(self, prompt: Prompt) -> Decision:
@@ -163,6 +222,8 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             decision = Decision(Outcome.BELOW_THRESHOLD, 0)
         prompt.outcome = decision.outcome
         prompt.reading = num_external_tokens
+        if not num_external_tokens and decision.releases_handle:
+            self.leases.reads.forget_claim(prompt.request.request_id)
         if not decision.tokens and not decision.releases_handle:
             prompt.request.kv_transfer_params[BLOCKS_PROCESSED] = True
 

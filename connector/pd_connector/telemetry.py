@@ -352,7 +352,7 @@ SPAN_DECISION = Span(
     "pd.decision",
     "pd.prefill",
     "A prompt on the prefill leg, from its arrival to its decided and accounted readback.",
-    (OUTCOME, TOKENS_OFFERED, TOKENS_READ, TOKENS_COMPUTED, TOKENS_LOCAL),
+    (OUTCOME, OUTCOME_REASON, TOKENS_OFFERED, TOKENS_READ, TOKENS_COMPUTED, TOKENS_LOCAL),
 )
 SPAN_TRANSFER = Span(
     "pd.transfer",
