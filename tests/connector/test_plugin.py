@@ -216,9 +216,7 @@ async def test_a_missing_class_never_breaks_the_start(
     assert len(vllm.log.lines) == 1
 
 
-async def test_workers_are_left_alone(
-    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_workers_are_left_alone(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         multiprocessing, "current_process", lambda: SimpleNamespace(name="VllmWorker-0")
     )

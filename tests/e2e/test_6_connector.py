@@ -43,8 +43,12 @@ def pair(deployment: Deployment, receiver: Receiver) -> Iterator["Pair"]:
     spec["observability"] = {**spec["observability"], "otlp_endpoint": receiver.endpoint}
     spec["prefill"] = {**spec["prefill"], "prefix_caching": True}
     spec["kv_transfer"] = {**spec["kv_transfer"], "decode_ttl": "300s"}
-    env = {**spec["engine"]["env"], "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-    args = {**spec["engine"]["extra_args"], "decode": ["--num-gpu-blocks-override", "64"]}
+    env = {
+        **spec["engine"]["env"],
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "VLLM_PLUGINS": "pd_connector",
+    }
+    args = {**spec["engine"]["extra_args"], "decode": ["--num-gpu-blocks-override", "96"]}
     spec["engine"] = {**spec["engine"], "env": env, "extra_args": args}
     deployment.write()
     deployment.pdctl("up", "SPEC", "--bidir", "on")
@@ -301,29 +305,27 @@ def test_the_next_turn_frees_the_one_before(pair: Pair) -> None:
     """A turn that prefill could not read back is not kept beside its successor."""
     text, handle = pair.kept_turn(user_text(secrets.token_hex(4), 900))
     first = handle[contract.REMOTE_REQUEST_ID]
-    unread = {**FRESH, contract.PD_PREVIOUS: first}
     assert first in pinned(pair)
     answer = pair.post(
         pair.deployment.decode_url, {**ALONE, contract.PD_PREVIOUS: first}, text + " next", TOKENS
     ).json()
     second = answer[contract.KV_TRANSFER_PARAMS][contract.REMOTE_REQUEST_ID]
-    assert unread
     until("the first is free", lambda: first not in pinned(pair))
     assert second in pinned(pair)
 
 
 def test_kept_turns_make_room_for_requests(pair: Pair) -> None:
-    """64 blocks, 0.8 of them for turns: the longest idle go, and nothing is preempted."""
+    """96 blocks, 0.8 of them for turns: the longest idle go, and nothing is preempted."""
     url = pair.deployment.decode_url
     before = pair.metrics(url)
-    ids = [hit(pair)[1][contract.REMOTE_REQUEST_ID] for _ in range(12)]
+    ids = [hit(pair)[1][contract.REMOTE_REQUEST_ID] for _ in range(14)]
     total = pair.leases()["blocks"]
     kept = pair.leases()
     assert kept["pinned_blocks"] <= 0.8 * total
     assert ids[-1] in {turn["id"] for turn in kept["turns"]}
     assert ids[0] not in {turn["id"] for turn in kept["turns"]}
     # More than what is free: waits for no deadline.
-    long = user_text(secrets.token_hex(4), 6000)
+    long = user_text(secrets.token_hex(4), 7000)
     assert pair.post(url, None, long, 4).status_code == 200
     after = pair.metrics(url)
     ended = telemetry.ENGINE_PINS_ENDED.name
