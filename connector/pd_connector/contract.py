@@ -138,6 +138,10 @@ ENGINE_NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
 ENGINE_NIXL_TRANSFERS = "vllm:nixl_bytes_transferred_count"
 ENGINE_NIXL_EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 
+HIGH_WATER_KEY = "pd_pinned_high_water"
+"""In kv_connector_extra_config: the share of the KV cache in use above which decode lets finished
+turns go."""
+
 # How the plugin and the connector are named to vLLM.
 PLUGIN_NAME = "pd_connector"
 CONNECTOR_CLASS = "NixlConnector"

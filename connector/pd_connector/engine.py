@@ -6,11 +6,11 @@ from typing import Any
 from vllm.logger import init_logger
 
 from pd_connector.claims import ANSWER_SECONDS, Claims
-from pd_connector.contract import REMOTE_ENGINE_ID, Outcome
+from pd_connector.contract import HIGH_WATER_KEY, REMOTE_ENGINE_ID, Outcome
 from pd_connector.control import Answers, ask, claim_of, order_key
 from pd_connector.counters import Pending
 from pd_connector.leases import Claim, Leases
-from pd_connector.pins import COMMANDS, HIGH_WATER, HIGH_WATER_KEY, READ_SECONDS, Pins
+from pd_connector.pins import COMMANDS, HIGH_WATER, READ_SECONDS, Pins
 from pd_connector.readback import Decision, tokens_held
 from pd_connector.reads import Reading, Reads
 from pd_connector.telemetry import (

@@ -20,9 +20,8 @@ READ_SECONDS = "pd_read_seconds"
 """Attributes of vLLM's connector metadata, on the way from scheduler to workers: Commands, and
 how many seconds a request's READ may take."""
 
-HIGH_WATER_KEY = "pd_pinned_high_water"
-"""In kv_connector_extra_config: the share of the KV cache above which pinned turns let go."""
 HIGH_WATER = 0.8
+"""The mark where the configuration sets none."""
 
 # The answers of one request with n > 1: "0_cmpl-...", "1_cmpl-...".
 _SIBLING = re.compile(r"^\d+_(.+)$")

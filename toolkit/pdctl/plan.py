@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pd_connector.contract import CONNECTOR_CLASS, CONNECTOR_MODULE
+from pd_connector.contract import CONNECTOR_CLASS, CONNECTOR_MODULE, HIGH_WATER_KEY
 from pdctl.spec.model import Leg as LegSpec
 from pdctl.spec.model import Role, Spec
 from pdctl.spec.units import GIB, format_number
@@ -309,6 +309,8 @@ def _kv_config(spec: Spec, role: str, index: int, leg: LegSpec, on: bool) -> dic
         "decoder_kv_blocks_ttl": ttl,
         "bidirectional_kv_xfer": on,
     }
+    if kv.connector == "pdctl" and role == "decode":
+        extra[HIGH_WATER_KEY] = kv.pinned_high_water
     if cross_layers(spec) == "key":
         extra["enable_cross_layers_blocks"] = "True"
     return config | {
