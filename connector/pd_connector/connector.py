@@ -18,7 +18,8 @@ try:
 
     from pd_connector.scheduler import PdPullScheduler
     from pd_connector.stats import ROWS, PdPromMetrics, PdStats
-    from pd_connector.worker import ExpiredReads, PdPullWorker
+    from pd_connector.transfers import WorkerReport
+    from pd_connector.worker import PdPullWorker
 except ImportError as error:
     raise UnsupportedVllmError([str(error)]) from error
 
@@ -45,8 +46,10 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
         if (worker := self.connector_worker) is not None:
             worker.xfer_stats.with_rows(worker.pending.take())
             return super().get_kv_connector_stats()
-        rows = self.connector_scheduler.pending.take()
-        return PdStats().with_rows(rows) if rows else None
+        stats = PdStats().with_rows(self.connector_scheduler.pending.take())
+        for _ in range(self.connector_scheduler.leases.take_declined()):
+            stats.record_kv_expired_req()
+        return stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
@@ -59,5 +62,8 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> PdPromMetrics:
         return PdPromMetrics(*args, **kwargs)
 
-    def build_connector_worker_meta(self) -> ExpiredReads | None:
-        return self.connector_worker.take_expired_reads() if self.connector_worker else None
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return self.connector_worker.take_report() if self.connector_worker else None
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.connector_scheduler.leases.pins.bind(gpu_block_pool)

@@ -61,6 +61,8 @@ REMOTE_EXPIRY = "remote_blocks_expiry_time"
 READ_MARGIN_SECONDS = 5.0
 """vLLM's prefill declines blocks with less time left than this
 (``_KV_BLOCKS_EXPIRY_SAFETY_MARGIN`` in ``nixl/pull_worker.py``)."""
+CLAIM_SECONDS = 30.0
+"""How long decode keeps a claimed turn for its reader; a read that takes longer is recomputed."""
 
 # Fields that pd_connector adds to a handle; stock vLLM ignores unknown keys.
 PD_TOKENS = "pd_tokens"
@@ -70,19 +72,27 @@ prompt, decode with its own."""
 PD_REUSE = "pd_reuse"
 """On prefill's handle: ``{"outcome": Outcome, "tokens_read": tokens, "reason": text,
 "read_ms": milliseconds, "read_bytes": bytes}`` of the prompt; the last three may be missing."""
+PD_LEASE = "pd_lease"
+"""On decode's handle: ``{"v": 1}``. Decode knows claims: prefill asks it before it reads (see
+docs/engine-http.md), and decode's answer counts, not ``remote_blocks_expiry_time``."""
+PD_PREVIOUS = "pd_previous"
+"""In the kv_transfer_params of a decode request: ``remote_request_id`` of the handle of the turn
+before. Decode frees that turn once this one's blocks are kept. Prefill's answer carries it; for a
+request that goes to decode alone the router sets it."""
 PD_SIGNATURE = "pd_sig"
-"""Signature over a handle's fields but its deadline (:mod:`pd_connector.signature`)."""
-PD_EXPIRY_SIGNATURE = "pd_expiry_sig"
-"""Signature over a handle's deadline: a renewed lease gives :data:`REMOTE_EXPIRY` and this anew."""
-
+"""Signature of a handle by the leg that made it (:mod:`pd_connector.signature`)."""
 # HTTP paths that pd_connector adds to an engine; JSON, with a bearer token where it says so.
 ENGINE_SETTINGS_PATH = "/pd/settings"
 """GET: the effective settings of the leg, read only (also tells provider and rails)."""
 ENGINE_LEASES_PATH = "/pd/leases"
-"""GET: turns whose blocks decode keeps. POST ``{"release": [ids], "renew": {id: seconds}}``
-with the deployment's key (:data:`LEASE_KEY_HEADER`); unknown ids are ignored."""
+"""GET: the finished turns whose blocks decode keeps. POST ``{"release": [ids], "renew": {id:
+seconds}}``, ids being ``remote_request_id`` of handles: frees turns now, or lets them live at
+least so many seconds from now. Both need the deployment's key (:data:`LEASE_KEY_HEADER`); unknown
+ids are named in the answer and otherwise ignored. docs/engine-http.md has the answers."""
 LEASE_KEY_HEADER = "X-PD-Key"
-"""Proves to an engine that the router belongs to its deployment."""
+"""Proves to an engine that the router belongs to its deployment: the hex digits of
+HMAC-SHA256(secret, :data:`LEASE_KEY_INPUT`). Without a secret the engine answers loopback only."""
+LEASE_KEY_INPUT = b"leases"
 SECRET_FILE_VARIABLE = "PD_SECRET_FILE"
 """Environment variable of engines and router: the file that holds the deployment's secret."""
 
@@ -128,6 +138,10 @@ SOURCE_EXTERNAL_KV = "external_kv_transfer"
 ENGINE_NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
 ENGINE_NIXL_TRANSFERS = "vllm:nixl_bytes_transferred_count"
 ENGINE_NIXL_EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
+
+HIGH_WATER_KEY = "pd_pinned_high_water"
+"""In kv_connector_extra_config: the share of the KV cache in use above which decode lets finished
+turns go."""
 
 # How the plugin and the connector are named to vLLM.
 PLUGIN_NAME = "pd_connector"

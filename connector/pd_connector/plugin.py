@@ -18,13 +18,16 @@ from pd_connector.contract import (
     LOG_STREAM_ACTIVE,
     LOG_STREAM_INACTIVE,
 )
+from pd_connector.control import make_own_key
+from pd_connector.idle import install as install_sleep
 from pd_connector.stream import HandleTap, with_handle
 
 _MARK = "__pd_connector__"
 _RESULTS = "result_generator"
 
 # vLLM loads general plugins in every process; these serve no HTTP.
-_ENGINE_PROCESSES = ("EngineCore", "VllmWorker")
+_ENGINE_CORE = "EngineCore"
+_WORKER = "VllmWorker"
 
 _announced = False
 
@@ -34,9 +37,14 @@ def register() -> None:
     from vllm.logger import init_logger  # noqa: PLC0415
 
     logger = init_logger("vllm.pd_connector.plugin")
-    if multiprocessing.current_process().name.startswith(_ENGINE_PROCESSES):
+    process = multiprocessing.current_process().name
+    if process.startswith((_ENGINE_CORE, _WORKER)):
+        # An engine core may have its only worker in its own process.
         _try(logger, "pd_connector: workers tell no settings", workers.install)
+        if process.startswith(_ENGINE_CORE):
+            _try(logger, "pd_connector: an idle engine with pinned turns uses a core", _sleep)
         return
+    make_own_key()
     _try(logger, LOG_STREAM_INACTIVE, lambda: _install(logger))
     _try(logger, LOG_CHECKS_INACTIVE, admission.install)
 
@@ -49,6 +57,13 @@ def _try(logger: Any, otherwise: str, install: Callable[[], str | None]) -> None
         reason = f"{type(error).__name__}: {error}"
     if reason:
         logger.warning("%s: %s", otherwise, reason)
+
+
+def _sleep() -> str | None:
+    """An engine core that only keeps finished turns' blocks sleeps between steps."""
+    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415
+
+    return install_sleep(EngineCoreProc)
 
 
 def _install(logger: Any) -> str | None:

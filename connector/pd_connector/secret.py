@@ -14,8 +14,6 @@ HANDLES = b"pd handle 1"
 """Purpose of the key that handles are signed with."""
 PROOFS = b"pd proof 1"
 """Purpose of the key that token proofs are seeded with."""
-LEASES = b"pd lease 1"
-"""Purpose of the key that the router shows an engine."""
 
 
 class SecretError(ValueError):
@@ -45,8 +43,3 @@ def load_secret(environ: Mapping[str, str] = os.environ) -> bytes | None:
 def derived_key(secret: bytes, purpose: bytes) -> bytes:
     """The 32-byte key for one purpose; it does not tell the secret or another purpose's key."""
     return hmac.digest(secret, purpose, "sha256")
-
-
-def lease_key(secret: bytes) -> str:
-    """What :data:`pd_connector.contract.LEASE_KEY_HEADER` carries."""
-    return derived_key(secret, LEASES).hex()

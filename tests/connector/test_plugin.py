@@ -216,11 +216,9 @@ async def test_a_missing_class_never_breaks_the_start(
     assert len(vllm.log.lines) == 1
 
 
-async def test_processes_that_serve_no_http_are_left_alone(
-    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_workers_are_left_alone(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        multiprocessing, "current_process", lambda: SimpleNamespace(name="EngineCore_DP0")
+        multiprocessing, "current_process", lambda: SimpleNamespace(name="VllmWorker-0")
     )
     plugin.register()
     assert not any(name.split(".")[0] == "vllm" for name in sys.modules)

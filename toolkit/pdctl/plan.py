@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pd_connector.contract import CONNECTOR_CLASS, CONNECTOR_MODULE, SECRET_FILE_VARIABLE
+from pd_connector.contract import (
+    CONNECTOR_CLASS,
+    CONNECTOR_MODULE,
+    HIGH_WATER_KEY,
+    SECRET_FILE_VARIABLE,
+)
 from pdctl.spec.model import Leg as LegSpec
 from pdctl.spec.model import Role, Spec
 from pdctl.spec.units import GIB, format_number
@@ -318,6 +323,8 @@ def _kv_config(spec: Spec, role: str, index: int, leg: LegSpec, on: bool) -> dic
         "decoder_kv_blocks_ttl": ttl,
         "bidirectional_kv_xfer": on,
     }
+    if kv.connector == "pdctl" and role == "decode":
+        extra[HIGH_WATER_KEY] = kv.pinned_high_water
     if cross_layers(spec) == "key":
         extra["enable_cross_layers_blocks"] = "True"
     return config | {

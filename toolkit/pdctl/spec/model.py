@@ -139,7 +139,16 @@ class KvTransfer(Section):
         description="Fewer reusable tokens than this are recomputed, not read.",
     )
     decode_ttl: Duration = Field(
-        480.0, description="How long decode keeps a finished turn's blocks (not renewed)."
+        480.0,
+        description="How long decode keeps a finished turn's blocks unless its lease is renewed.",
+    )
+    pinned_high_water: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        strict=True,
+        description="Share of decode's KV cache in use above which finished turns let their blocks "
+        "go, the longest idle first (pdctl connector).",
     )
     load_failure_policy: Literal["auto", "recompute", "fail"] = Field(
         "auto", description="auto: recompute with the pdctl connector, fail with stock."
