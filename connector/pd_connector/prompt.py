@@ -1,6 +1,7 @@
 """One prompt's way through the prefill leg."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ class Prompt:
     decision: Decision | None = None
     proven: int | None = None
     """Tokens of the handle that are proven to be the prompt's, once they were compared."""
+    ids: Sequence[int] | None = None
+    """The prompt's token ids, packed, once they were compared."""
     local_tokens: int = 0
     """Tokens in the leg's own prefix cache when the readback was decided."""
     settled: bool = False

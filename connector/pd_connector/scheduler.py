@@ -26,7 +26,7 @@ from pd_connector.engine import EngineLeases, refused, reuse_of
 from pd_connector.identity import Identity
 from pd_connector.kvcache import clippable_block_sizes, only_full_attention, why_not_read_back
 from pd_connector.prompt import Prompt
-from pd_connector.proof import block_size_of
+from pd_connector.proof import block_size_of, packed
 from pd_connector.readback import (
     Decision,
     blocks_of_tokens,
@@ -212,7 +212,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return held, None
         if held:
             answer[REMOTE_NUM_TOKENS] = tokens
-            answer[PD_TOKENS] = self._identity.proof(request, tokens, whole_only=True)
+            answer[PD_TOKENS] = self._identity.prompt_proof(request, tokens, prompt.ids)
             self._gate.sign(answer)
         answer[PD_REUSE] = reuse_of(prompt)
         if previous := request.kv_transfer_params.get(REMOTE_REQUEST_ID):
@@ -231,7 +231,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
         def proven() -> int:
             if prompt.proven is None:
-                prompt.proven = self._proven(request, handle)
+                prompt.proven = self._proven(prompt)
             return prompt.proven
 
         return decide(
@@ -248,10 +248,11 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return ""
         return f"blocks of {size} tokens cannot be read into blocks of {self.block_size}"
 
-    def _proven(self, request: Any, handle: dict[str, Any]) -> int:
-        """Tokens of a handle that can be read for a request: all, or whole blocks."""
-        held = tokens_held(handle)
-        proven = self._identity.proven(request, handle, held)
+    def _proven(self, prompt: Prompt) -> int:
+        """Tokens of a handle that can be read for a prompt: all, or whole blocks."""
+        request, held = prompt.request, prompt.offered
+        prompt.ids = packed(request.prompt_token_ids or ())
+        proven = self._identity.proven(request, request.kv_transfer_params, held, prompt.ids)
         if proven == held:
             return held
         return proven // self.block_size * self.block_size if self._clips else 0
