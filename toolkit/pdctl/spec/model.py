@@ -139,10 +139,26 @@ class KvTransfer(Section):
         description="Fewer reusable tokens than this are recomputed, not read.",
     )
     decode_ttl: Duration = Field(
-        480.0, description="How long decode keeps a finished turn's blocks (not renewed)."
+        480.0,
+        description="How long decode keeps a finished turn's blocks unless its lease is renewed.",
+    )
+    pinned_high_water: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        strict=True,
+        description="Share of decode's KV cache in use above which finished turns let their blocks "
+        "go, the longest idle first (pdctl connector).",
     )
     load_failure_policy: Literal["auto", "recompute", "fail"] = Field(
         "auto", description="auto: recompute with the pdctl connector, fail with stock."
+    )
+    secret_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the deployment's secret, the same on every node, with which legs "
+        "sign their handles. Left out: pdctl up makes one, scripts sign nothing unless "
+        "PD_SECRET_FILE is set.",
     )
     engine_id: str = Field(
         "{deployment}-{leg}-{nonce}",
