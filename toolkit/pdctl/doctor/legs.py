@@ -48,12 +48,12 @@ class State:
     excerpt: Excerpt
 
 
-# Names that a setting has in a kv-transfer-config, our endpoint, our log line and metric label.
+# Names of a setting: in a kv-transfer-config, in our log line, at our settings endpoint.
 _KEYS = {
-    "bidirectional": ("bidirectional_kv_xfer", "bidirectional"),
-    "threshold": ("kv_recompute_threshold", "threshold"),
-    "decode_ttl": ("decoder_kv_blocks_ttl", "ttl"),
-    "policy": ("kv_load_failure_policy", "policy"),
+    "bidirectional": ("bidirectional_kv_xfer", "bidirectional", "bidirectional"),
+    "threshold": ("kv_recompute_threshold", "threshold", "recompute_threshold"),
+    "decode_ttl": ("decoder_kv_blocks_ttl", "ttl", "decode_ttl"),
+    "policy": ("kv_load_failure_policy", "policy", "load_failure_policy"),
 }
 _DEFAULTS = {"bidirectional": False, "threshold": 64, "decode_ttl": 480}
 """vLLM's, for a leg whose kv-transfer-config is known and does not say."""
@@ -64,10 +64,10 @@ def setting(leg: LegEvidence, name: str) -> Setting | None:
 
     What the leg says itself goes before its command line. None: nothing tells.
     """
-    key, short = _KEYS[name]
+    key, short, ours = _KEYS[name]
     if leg.settings is not None:
         for path, value in _flat(leg.settings):
-            if path.rpartition(".")[2] in (key, name):
+            if path.rpartition(".")[2] in (key, name, ours):
                 return Setting(
                     plain(value),
                     Excerpt(
@@ -75,7 +75,10 @@ def setting(leg: LegEvidence, name: str) -> Setting | None:
                     ),
                 )
     hits = leg.hits.get(CONNECTOR_ACTIVE.name)
-    if hits and (said := hits.last[-1].groups.get(short)) is not None:
+    found = state(leg)
+    # The log of a leg that has ended tells what it was set to, not what it is.
+    ended = found is not None and found.phase in ("not started", "dead")
+    if hits and not ended and (said := hits.last[-1].groups.get(short)) is not None:
         return Setting(plain(said), hits.last[-1].excerpt)
     if leg.metrics and (label := leg.metrics.label(telemetry.ENGINE_INFO.name, name)) is not None:
         return Setting(

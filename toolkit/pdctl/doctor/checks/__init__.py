@@ -1,4 +1,4 @@
-"""All checks: every module of this package has a tuple ``CHECKS``."""
+"""All checks: a module of this package that holds some has a tuple ``CHECKS``."""
 
 import importlib
 import pkgutil
@@ -10,7 +10,7 @@ ALL: tuple[Check, ...] = tuple(
         (
             check
             for module in pkgutil.iter_modules(__path__)
-            for check in importlib.import_module(f"{__name__}.{module.name}").CHECKS
+            for check in getattr(importlib.import_module(f"{__name__}.{module.name}"), "CHECKS", ())
         ),
         key=lambda check: check.code,
     )

@@ -32,6 +32,7 @@ from pdctl.plan import Deployment, Leg, kv_config_json
 
 BETWEEN_SCRAPES_SECONDS = 1.0
 CONNECT_SECONDS = 2.0
+RECENT_SECONDS = 900.0
 
 ENGINE_PATHS = ("/health", "/version", "/v1/models", "/server_info?config_format=json")
 ROUTER_PATHS = ("/health", f"{contract.ADMIN_PATH}/legs", f"{contract.ADMIN_PATH}/conversations")
@@ -103,6 +104,18 @@ def collect(
     return found
 
 
+def collect_planned(deployment: Deployment, spec_text: str, folder: Path) -> None:
+    """What can be known before anything is started: the plan, and this node for its legs."""
+    _write(folder, "bundle.yaml", yaml.safe_dump(_head(deployment), sort_keys=False))
+    _write(folder, f"{DEPLOYMENT}/spec.yaml", _spec(spec_text))
+    local = [leg for leg in deployment.engines if _is_local(leg)]
+    for leg in local:
+        planned = {variable.name: variable.value for variable in leg.env}
+        _settings(folder, leg, planned, _planned(leg))
+    _nodes(deployment, local, dict.fromkeys([leg.name for leg in local]), folder)
+    _model(deployment, folder, ())
+
+
 def _head(deployment: Deployment) -> dict[str, object]:
     return {
         "format": "pdctl-bundle/1",
@@ -116,7 +129,7 @@ def _spec(text: str) -> str:
     lines = []
     for line in text.splitlines():
         match = re.match(r"^(\s*-?\s*)([A-Za-z_][\w-]*)(\s*:\s*)(\S.*)$", line)
-        if match and redact.secret(match[2]):
+        if match and redact.secret(match[2]) and not re.match(r"[\d.]+\w*\s*(#|$)", match[4]):
             lines.append(f"{match[1]}{match[2]}{match[3]}{redact.GONE!r}")
         else:
             lines.append(redact.text(line))
@@ -241,15 +254,17 @@ def _leg(
     found: Collected,
 ) -> None:
     """The process, its settings and its logs."""
-    env = process.env if process else {variable.name: variable.value for variable in leg.env}
-    lines = [
-        f"{name}={redact.variable(name, value)}"
-        for name, value in sorted(env.items())
-        if "\n" not in value
-    ]
-    _write(found.folder, f"{leg.name}/env.txt", "\n".join([*lines, ""]))
-    words = process.words if process else _planned(leg)
-    _write(found.folder, f"{leg.name}/config.txt", redact.text(shlex.join(words)) + "\n")
+    if process:
+        _settings(found.folder, leg, process.env, process.words)
+    elif _connect(*leg.listens[0]).startswith("open"):
+        # What the spec plans says nothing of a process that something else has started.
+        found.gaps.append(
+            f"{leg.name}: answers, but pdctl has not started it here (or another user has): its "
+            "process, settings and log are not known"
+        )
+    else:
+        planned = {variable.name: variable.value for variable in leg.env}
+        _settings(found.folder, leg, planned, _planned(leg))
     row: dict[str, Any] = {"deployment": deployment.name, "name": leg.name, "phase": "not started"}
     if status:
         row |= asdict(status.record)
@@ -266,10 +281,23 @@ def _leg(
         text += f"$ cat /proc/{process.pid}/limits\n{process.limits}"
     _write(found.folder, f"{leg.name}/commands/process.txt", text)
     log = state.log(leg.name)
-    if log.exists():
+    # Of a leg that is not on record, only what a start that has just failed has left.
+    if log.exists() and (status or time.time() - log.stat().st_mtime < RECENT_SECONDS):
         found.logs[leg.name] = [log]
+    if status is None:
+        return
     earlier = [log.with_name(f"{log.name}.{number}") for number in range(1, 10)]
     found.earlier_logs[leg.name] = [path for path in earlier if path.exists()]
+
+
+def _settings(folder: Path, leg: Leg, env: Mapping[str, str], words: list[str]) -> None:
+    lines = [
+        f"{name}={redact.variable(name, value)}"
+        for name, value in sorted(env.items())
+        if "\n" not in value
+    ]
+    _write(folder, f"{leg.name}/env.txt", "\n".join([*lines, ""]))
+    _write(folder, f"{leg.name}/config.txt", redact.text(shlex.join(words)) + "\n")
 
 
 def _planned(leg: Leg) -> list[str]:

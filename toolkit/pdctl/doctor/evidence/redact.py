@@ -10,7 +10,7 @@ _SECRET_NAME = re.compile(
     r"(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|PASSPHRASE|CREDENTIAL|COOKIE|SIGNATURE|AUTH)", re.IGNORECASE
 )
 _NO_SECRET = re.compile(
-    r"(?:_FILE|_PATH|_DIR|TOKENIZERS_PARALLELISM|MAX_\w*TOKENS?|TOKENS_\w+|XAUTHORITY|_COUNT)$",
+    r"(?:_FILE|_PATH|_DIR|TOKENIZERS_PARALLELISM|\w*_TOKENS|MAX_\w*TOKENS?|TOKENS_\w+|XAUTHORITY|_COUNT)$",
     re.IGNORECASE,
 )
 """Names that only sound like it: where a secret lies, or how many tokens."""
