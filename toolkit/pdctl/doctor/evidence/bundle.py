@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from pdctl.doctor.evidence.small import parse_commands, parse_env, parse_setting
 from pdctl.doctor.evidence.text import printable
 from pdctl.doctor.model import DEPLOYMENT, Pattern
 from pdctl.errors import PdctlError
+from pdctl.plan import plan
+from pdctl.spec.model import Spec
 
 FORMAT = "pdctl-bundle/1"
 SMALL_BYTES = 4 << 20
@@ -54,13 +56,14 @@ class _Texts:
     evidence: LegEvidence = field(default_factory=lambda: LegEvidence("", ""))
 
 
-def read_bundle(
-    path: Path,
+def read_bundles(
+    paths: Sequence[Path],
     patterns: Iterable[Pattern],
     logs: dict[str, list[Path]] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Evidence:
-    """The evidence in a bundle; nothing is written, links are not followed.
+    """The evidence in a bundle, or in several of one deployment's nodes; nothing is written, links
+    are not followed.
 
     Args:
         logs: further logs by leg that are read where they lie.
@@ -71,16 +74,17 @@ def read_bundle(
             (code 2). What is wrong with a part of it is among the evidence's gaps.
     """
     reading = _Bundle(Scanner(patterns), progress)
-    if path.is_dir():
-        reading.read(_folder(path, reading.gaps))
-    elif path.is_file():
-        reading.read(open_tar(path, reading.gaps))
-    else:
-        raise PdctlError(f"{path}: no such bundle; a folder or a .tar or .tar.gz file", 2)
-    for leg, paths in (logs or {}).items():
-        for log in paths:
+    for path in paths:
+        if path.is_dir():
+            reading.read(_folder(path, reading.gaps))
+        elif path.is_file():
+            reading.read(open_tar(path, reading.gaps))
+        else:
+            raise PdctlError(f"{path}: no such bundle; a folder or a .tar or .tar.gz file", 2)
+    for leg, own in (logs or {}).items():
+        for log in own:
             reading.read_log(leg, log.name, log)
-    return reading.evidence(path)
+    return reading.evidence(paths[0])
 
 
 class _Bundle:
@@ -89,7 +93,7 @@ class _Bundle:
         self._scanner = scanner
         self._progress = progress
         self._legs: dict[str, _Texts] = {}
-        self._head = ""
+        self._roles: dict[str, str] = {}
 
     def read(self, entries: Iterable[Entry]) -> None:
         for count, entry in enumerate(entries):
@@ -112,7 +116,7 @@ class _Bundle:
             return
         match parts:
             case [*_, "bundle.yaml"]:
-                self._head = self._small(entry)
+                self._read_head(self._small(entry))
             case [*_, "gaps.txt"]:
                 self.gaps += [line for line in self._small(entry).splitlines() if line][:200]
             case [*_, leg, ("http" | "commands") as kind, name] if _LEG.fullmatch(leg):
@@ -127,7 +131,10 @@ class _Bundle:
 
     def _keep(self, leg: str, name: str, entry: Entry) -> None:
         if texts := self._leg(leg):
-            texts.files[name] = self._small(entry)
+            # Of two nodes that know something of a leg, the one that knows more.
+            text = self._small(entry)
+            if len(text) >= len(texts.files.get(name, "")):
+                texts.files[name] = text
 
     def _leg(self, leg: str) -> _Texts | None:
         if leg not in self._legs and len(self._legs) >= MOST_LEGS:
@@ -161,7 +168,7 @@ class _Bundle:
             self.gaps.append(problem)
 
     def evidence(self, path: Path) -> Evidence:
-        roles = self._roles()
+        roles = self._roles
         legs = []
         for name, texts in sorted(self._legs.items(), key=lambda item: _order(roles, item[0])):
             legs.append(_leg_evidence(name, roles.get(name) or _role(name), texts))
@@ -171,28 +178,39 @@ class _Bundle:
                 f"{path}: holds no evidence{detail}; `pdctl collect SPEC -o {path.name}` makes one",
                 2,
             )
-        return Evidence(tuple(legs), gaps=tuple(self.gaps))
+        whole = self._legs[DEPLOYMENT].files if DEPLOYMENT in self._legs else {}
+        spec = self._spec(whole["spec.yaml"]) if "spec.yaml" in whole else None
+        return Evidence(
+            tuple(legs),
+            spec,
+            plan(spec, Path("/")) if spec else None,
+            whole.get("model.json"),
+            tuple(self.gaps),
+        )
 
-    def spec_text(self) -> str | None:
-        texts = self._legs.get(DEPLOYMENT)
-        return texts.files.get("spec.yaml") if texts else None
-
-    def _roles(self) -> dict[str, str]:
+    def _spec(self, text: str) -> Spec | None:
         try:
-            head = yaml.safe_load(self._head)
+            return Spec.model_validate(yaml.safe_load(text))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            reason = str(error).partition("\n")[0]
+            self.gaps.append(f"deployment/spec.yaml cannot be used: {reason}")
+            return None
+
+    def _read_head(self, text: str) -> None:
+        try:
+            head = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError):
             self.gaps.append("bundle.yaml is not YAML; roles are taken from the legs' names")
-            return {}
+            return
         if not isinstance(head, dict):
-            return {}
-        if str(head.get("format", FORMAT)).partition("/")[2] != FORMAT.partition("/")[2]:
+            return
+        if str(head.get("format", FORMAT)) != FORMAT:
+            said = printable(str(head.get("format")))[:100]
             raise PdctlError(
-                f"bundle.yaml: format {head.get('format')!r} is not {FORMAT}: "
-                "use the pdctl that wrote it",
-                2,
+                f"bundle.yaml: format {said!r} is not {FORMAT}: use the pdctl that wrote it", 2
             )
         legs = head.get("legs")
-        return {
+        self._roles |= {
             str(leg["name"]): str(leg["role"])
             for leg in (legs if isinstance(legs, list) else [])
             if isinstance(leg, dict) and leg.get("role") in _ROLES and "name" in leg

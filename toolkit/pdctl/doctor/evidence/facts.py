@@ -143,11 +143,13 @@ class LegEvidence:
 @dataclass
 class Evidence:
     """All evidence of a deployment. ``legs`` has the pseudo leg "deployment" last if anything is
-    known of it. ``gaps`` says what could not be read or collected, and why."""
+    known of it. ``model`` is the model's config.json as text. ``gaps`` says what could not be read
+    or collected, and why."""
 
     legs: tuple[LegEvidence, ...]
     spec: Spec | None = None
     plan: Deployment | None = None
+    model: str | None = None
     gaps: tuple[str, ...] = ()
 
     def role(self, *roles: str) -> list[LegEvidence]:
