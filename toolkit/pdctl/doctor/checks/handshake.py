@@ -309,7 +309,7 @@ CHECKS = (
         _local_host,
         needs=("log|env|config|http",),
         patterns=(ENGINE_ID_MISMATCH, TRANSFER_FAILURE, CONTEXT_HOST, OWN_ID, *LOG_SETTINGS),
-        explains=("PD2003", "PD2005", "PD2007", "PD2009", "PD4501", "PD4511", "PD6507"),
+        explains=("PD2003", "PD2005", "PD2007", "PD2009", "PD2061", "PD4501", "PD4511", "PD6507"),
     ),
     _check(
         2,
@@ -318,7 +318,7 @@ CHECKS = (
         _port_collision,
         needs=("log|env|config",),
         patterns=(ADDRESS_IN_USE,),
-        explains=("PD2005", "PD2008", "PD2009", "PD8505"),
+        explains=("PD2005", "PD2008", "PD2009", "PD8505", "PD8560"),
     ),
     _check(
         3,

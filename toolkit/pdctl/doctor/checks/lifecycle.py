@@ -9,7 +9,6 @@ from pdctl.doctor.checks.captures import answers, streams
 from pdctl.doctor.checks.lines import (
     ADDRESS_IN_USE,
     AGENT_UNKNOWN,
-    BACKEND_ERROR,
     ENGINE_DEAD,
     OUT_OF_MEMORY_KILL,
     REMOTE_DISCONNECT,
@@ -34,9 +33,11 @@ SHUTDOWN = Pattern(
         "Stopping container",
         "Killing container",
     ),
-    r"force killing remaining processes|(?i:received (?:signal )?SIGTERM)|Shutting down"
-    r"|(?:Stopping|Killing) container",
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.*)?(?:force killing remaining processes"
+    r"|(?i:received (?:signal )?SIGTERM)|Shutting down|(?:Stopping|Killing) container)",
 )
+TOGETHER_SECONDS = 180
+"""Log lines further apart than this have nothing to do with each other."""
 NOT_READY = Pattern(
     "not-ready",
     ("Engine core initialization failed", "EngineCore failed to start", "Failed core proc"),
@@ -92,13 +93,26 @@ def _stale_agent(evidence: Evidence) -> Iterator[Answer]:
     )
 
 
+def _together(first: Seen, second: Seen) -> bool:
+    """Whether two symptoms came at about the same time of day, as far as lines tell it."""
+
+    def seconds(found: Seen) -> list[int]:
+        texts = found.values.get("when", {})
+        return [int(t[:2]) * 3600 + int(t[3:5]) * 60 + int(t[6:8]) for t in texts]
+
+    ours, theirs = seconds(first), seconds(second)
+    if not ours or not theirs:
+        return True
+    return any(abs(one - other) <= TOGETHER_SECONDS for one in ours for other in theirs)
+
+
 def _stopped_mid_read(evidence: Evidence) -> Iterator[Answer]:
     stopped = seen(evidence, SHUTDOWN, "prefill")
     failed = seen(evidence, TRANSFER_FAILURE, "decode")
     reverse = (seen(evidence, SHUTDOWN, "decode"), seen(evidence, TRANSFER_FAILURE, "prefill"))
     if not (stopped and failed):
         stopped, failed = reverse
-    if not (stopped and failed):
+    if not (stopped and failed and _together(stopped, failed)):
         return
     yield Finding(
         stopped.leg,
@@ -129,7 +143,8 @@ def _port_taken(evidence: Evidence) -> Iterator[Answer]:
 def _never_started(evidence: Evidence) -> Iterator[Answer]:
     failed = any_seen(evidence, (NOT_READY, ENGINE_DEAD))
     killed = seen(evidence, OUT_OF_MEMORY_KILL)
-    if failed:
+    stopped = {leg.name for leg in evidence.legs if SHUTDOWN.name in leg.hits}
+    if failed and not (set(failed.legs) <= stopped and not seen(evidence, NOT_READY)):
         yield Finding(
             failed.leg,
             "possible",
@@ -171,7 +186,7 @@ CHECKS = (
         _port_taken,
         needs=("log|commands",),
         patterns=(ADDRESS_IN_USE,),
-        explains=("PD8505",),
+        explains=("PD8505", "PD8560"),
     ),
     Check(
         "PD8505",
@@ -181,7 +196,7 @@ CHECKS = (
         "engine-died",
         _never_started,
         needs=("log|commands",),
-        patterns=(NOT_READY, ENGINE_DEAD, OUT_OF_MEMORY_KILL, BACKEND_ERROR),
+        patterns=(NOT_READY, ENGINE_DEAD, OUT_OF_MEMORY_KILL, SHUTDOWN),
         explains=("PD2005", "PD2009"),
     ),
 )

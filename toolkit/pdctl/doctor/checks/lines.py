@@ -2,13 +2,11 @@
 
 from pdctl.doctor.model import Pattern
 
-WHEN = r"(?P<when>\d\d:\d\d:\d\d)?"
-
 TRANSFER_FAILURE = Pattern(
     "transfer-failure",
     ("NIXL transfer failure", "Handshake failed for request", "KVTransferError", "transfer failed for"),
-    r"(?:NIXL transfer failure: (?P<type>\w+)|Handshake failed for request (?P<id>\S+)"
-    r"|nixl transfer failed|KVTransferError)",
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.*)?(?:NIXL transfer failure: (?P<type>\w+)"
+    r"|Handshake failed for request (?P<id>\S+)|nixl transfer failed|KVTransferError)",
 )
 ENGINE_ID_MISMATCH = Pattern(
     "engine-id-mismatch",

@@ -372,7 +372,7 @@ CHECKS = (
         _cache_dtype,
         needs=("config",),
         patterns=(COMPATIBILITY, *LOG_SETTINGS),
-        explains=("PD3008", "PD2009", "PD2006", "PD6509"),
+        explains=("PD3008", "PD3062", "PD2009", "PD2006", "PD6509"),
     ),
     _check(
         4,
@@ -400,7 +400,7 @@ CHECKS = (
         needs=("log|config",),
         patterns=(BLOCK_GEOMETRY, *LOG_SETTINGS),
         premises=("PD3003",),
-        explains=("PD3008", "PD2009", "PD8505"),
+        explains=("PD3008", "PD3062", "PD2009", "PD8505"),
     ),
     _check(
         7,
@@ -409,7 +409,8 @@ CHECKS = (
         _one_sided,
         needs=("config|log|settings",),
         patterns=LOG_SETTINGS,
-        explains=("PD4511", "PD5007", "PD6001", "PD5501"),
+        premises=("PD3060",),
+        explains=("PD4511", "PD5007", "PD6001", "PD5501", "PD4562", "PD5560"),
     ),
     _check(
         8,

@@ -130,7 +130,11 @@ def _other_text(evidence: Evidence) -> Iterator[Answer]:
         for capture in leg.http:
             texts = {m["who"].lower(): m["text"] for m in _LABELLED.finditer(capture.text)}
             split = [t for who, t in texts.items() if re.search(r"^pd$|p/d|disagg|split|pair", who)]
-            whole = [t for who, t in texts.items() if re.search(r"mono|single|aggregat|direct|plain|alone|base", who)]
+            whole = [
+                text
+                for who, text in texts.items()
+                if re.search(r"mono|single|\baggregat|direct|plain|alone|base", who)
+            ]
             if not split or not whole or split[0][:200] == whole[0][:200]:
                 continue
             yield Finding(

@@ -244,7 +244,9 @@ def _of_leg(leg: LegEvidence, name: str) -> Iterator[Setting]:
 
 
 def _foreign(path: str, role: str) -> bool:
-    """Whether a path speaks of another role."""
+    """Whether a path speaks of another role, or of a draft model."""
+    if re.search(r"speculative_config\.", path.replace("-", "_")):
+        return True
     words = set(re.split(r"[^a-z]+", path.lower()))
     others = {"prefill", "decode", "router"} - {role}
     return role not in words and bool(words & others)

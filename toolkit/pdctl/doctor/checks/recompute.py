@@ -462,7 +462,8 @@ CHECKS = (
         _threshold_too_high,
         needs=("config|metrics|log",),
         patterns=LOG_SETTINGS,
-        explains=("PD4511",),
+        premises=("PD4560",),
+        explains=("PD4511", "PD4562"),
     ),
     _check(
         10,

@@ -18,6 +18,11 @@ NO_SESSION = Pattern(
     r"(?:-|none|null|\"\"|''|<none>|missing|unknown)(?=[\s,;]|$)"
     r"(?:.*?(?:decode=|->\s*)(?P<decode>\S+))?",
 )
+SESSION = Pattern(
+    "turn-with-session",
+    NO_SESSION.any_of,
+    r"(?i)(?:session|conversation)(?:_id)?[=:]\s?(?!-|none|null|\"\"|''|<none>|missing|unknown)\w",
+)
 STICKY_SKIPPED = Pattern(
     "stickiness-skipped",
     ("ticky", "ffinity", "STICKY", "AFFINITY"),
@@ -42,10 +47,11 @@ def _no_session(evidence: Evidence) -> Iterator[Answer]:
     bare = [(leg, c) for leg, c in _heads(evidence) if not _names_session(c)]
     named = [c for _, c in _heads(evidence) if _names_session(c)]
     missed = [found for leg in evidence.role("router") if (found := _only_misses(leg))]
-    repeated = unnamed.count >= 2
+    places = set(unnamed.values.get("decode", {}))
+    later = any(int(turn) > 1 for turn in unnamed.values.get("turn", {}))
+    repeated = unnamed.count >= 2 and (later or len(places) > 1) and not seen(evidence, SESSION)
     if not repeated and not (bare and not named and (unnamed or missed)):
         return
-    places = set(unnamed.values.get("decode", {}))
     spread = f" {len(places)} decode legs served them." if len(places) > 1 else ""
     yield Finding(
         next((leg.name for leg in evidence.role("router")), DEPLOYMENT),
@@ -169,9 +175,11 @@ def _no_affinity(evidence: Evidence) -> Iterator[Answer]:
         policies = [
             (path, str(value))
             for path, value in leg.config.values
-            if re.search(r"(?:^|[._])(?:decode_)?(?:policy|load_balanc\w*|lb_method)$", path.lower())
+            if re.search(r"(?:^|[._])(?:policy|load_balanc\w*|lb_method)$", path.lower())
             and "failure" not in path
+            and "prefill" not in path.lower()
         ]
+        policies = [each for each in policies if "decode" in each[0].lower()] or policies
         free = [each for each in policies if _AFFINITY_FREE.search(each[1])]
         legs = [v for p, v in leg.config.values if re.search(r"(?:^|\.)decod\w*(?:_hosts|_urls)?$", p.lower())]
         several = len(legs) > 1 or any(
@@ -222,8 +230,8 @@ CHECKS = (
         "no-conversation-id",
         _no_session,
         needs=("log|http|metrics",),
-        patterns=(NO_SESSION,),
-        explains=("PD5504",),
+        patterns=(NO_SESSION, SESSION),
+        explains=("PD4562", "PD5504", "PD5560"),
     ),
     Check(
         "PD5502",

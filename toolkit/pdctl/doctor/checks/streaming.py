@@ -128,7 +128,7 @@ CHECKS = (
         _no_handle,
         needs=("http",),
         patterns=LOG_SETTINGS,
-        premises=("PD6003",),
+        premises=("PD6003", "PD6060"),
         explains=("PD4511",),
     ),
     Check(
@@ -150,6 +150,7 @@ CHECKS = (
         _plugin,
         needs=("log|env",),
         patterns=(PLUGIN_ACTIVE, PLUGIN_INACTIVE, PLUGIN_ENGINE, *LOG_SETTINGS),
-        explains=("PD5501", "PD4511"),
+        premises=("PD6060",),
+        explains=("PD5501", "PD5560", "PD4511", "PD4562"),
     ),
 )
