@@ -172,14 +172,14 @@ class _Bundle:
         legs = []
         for name, texts in sorted(self._legs.items(), key=lambda item: _order(roles, item[0])):
             legs.append(_leg_evidence(name, roles.get(name) or _role(name), texts))
-        if not any(leg.has(need) for leg in legs for need in _KINDS):
+        whole = self._legs[DEPLOYMENT].files if DEPLOYMENT in self._legs else {}
+        spec = self._spec(whole["spec.yaml"]) if "spec.yaml" in whole else None
+        if not spec and not any(leg.has(need) for leg in legs for need in _KINDS):
             detail = f": {self.gaps[0]}" if self.gaps else ""
             raise PdctlError(
                 f"{path}: holds no evidence{detail}; `pdctl collect SPEC -o {path.name}` makes one",
                 2,
             )
-        whole = self._legs[DEPLOYMENT].files if DEPLOYMENT in self._legs else {}
-        spec = self._spec(whole["spec.yaml"]) if "spec.yaml" in whole else None
         return Evidence(
             tuple(legs),
             spec,
