@@ -14,6 +14,8 @@ COMMANDS = {
     "up": "Start a deployment's legs on this machine and wait until they are healthy.",
     "status": "Show the legs of a deployment.",
     "logs": "Print a leg's log.",
+    "doctor": "Say what is wrong with a deployment, on what evidence, and what to do.",
+    "collect": "Gather the evidence of a deployment into one file.",
     "verify": "Prove that a turn's KV really comes back from decode.",
     "demo": "Hold one conversation with bidirectional transfer on and off, side by side.",
     "down": "Stop a deployment.",

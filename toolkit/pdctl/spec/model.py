@@ -281,6 +281,23 @@ class Benchmark(Section):
     answer_tokens: Count = 32
 
 
+class Workload(Section):
+    """What is expected of clients; ``pdctl doctor`` sizes decode's pinned blocks with it."""
+
+    conversations: Count | None = Field(
+        None, description="Conversations in progress at once; sizing is not checked without it."
+    )
+    context_tokens: Count | None = Field(
+        None, description="Tokens of a conversation; model.max_model_len when left out."
+    )
+    turn_gap: Duration = Field(
+        30.0, description="Longest usual time between an answer and the next turn."
+    )
+    conversation_time: Duration = Field(
+        600.0, description="How long a conversation goes on, from first to last turn."
+    )
+
+
 class Spec(Section):
     """One deployment."""
 
@@ -297,3 +314,4 @@ class Spec(Section):
     router: Router = Field(default_factory=Router)
     observability: Observability = Field(default_factory=Observability)
     benchmark: Benchmark = Field(default_factory=Benchmark)
+    workload: Workload = Field(default_factory=Workload)
