@@ -100,6 +100,13 @@ ROUTER_PREFILL = Metric(
     ("leg", "outcome", "prompt"),
     SECONDS,
 )
+ROUTER_READBACK = Metric(
+    "pd_router_readback_seconds",
+    "histogram",
+    "Seconds of the D->P read within a prefill, as prefill told them.",
+    ("leg", "prompt"),
+    TRANSFER_SECONDS,
+)
 ROUTER_HANDLES_STORED = Metric(
     "pd_router_handles_stored_total", "counter", "Handles kept for a next turn."
 )
