@@ -126,8 +126,7 @@ def _share(s: Settings, part: str, whole: str, limit: float) -> str:
         turns = telemetry.ROUTER_TURNS.name
         matchers = [whole] if whole else []
         return (
-            f"({increase(turns, window, part)} / "
-            f"{increase(turns, window, *matchers)} > {limit:g})"
+            f"({increase(turns, window, part)} / {increase(turns, window, *matchers)} > {limit:g})"
         )
 
     return f"{over(s.short)}\nand {over(s.long)}"
@@ -251,7 +250,7 @@ def _alerts() -> Iterator[Alert]:
     yield Alert(
         "PdBidirectionalDisagree",
         "critical",
-        f"{here}: its legs disagree on bidirectional transfer ({{{{ $value }}}} different settings)",
+        f"{here}: its legs disagree on bidirectional transfer ({{{{ $value }}}} settings)",
         _bidirectional,
         "bidirectional-disagree",
     )

@@ -10,6 +10,10 @@ VARIABLES = ("deployment", "leg", "role", "model")
 """Template variables of every dashboard; each is a label of every target."""
 RATE_INTERVAL = "$__rate_interval"
 RANGE = "$__range"
+OBJECTIVE = "$ttft_slo"
+"""Seconds of the TTFT objective, as a bucket's ``le``."""
+PLAYBOOKS = "${playbooks}"
+"""URL below which the playbook pages are."""
 
 ROUTER = 'deployment=~"$deployment"', 'model=~"$model"'
 """Matchers of the router's metrics, whose own ``leg`` is the leg they tell of."""
@@ -77,12 +81,14 @@ class Scope:
 
     interval: str
     window: str
+    objective: str = "2.5"
     values: dict[str, str] = field(default_factory=dict)
 
 
 def fill(expr: str, scope: Scope) -> str:
     """A query with its variables filled in."""
     expr = expr.replace(RATE_INTERVAL, scope.interval).replace(RANGE, scope.window)
+    expr = expr.replace(OBJECTIVE, scope.objective)
     for name in VARIABLES:
         value = scope.values.get(name)
         pattern = ".*" if value is None else re.escape(value).replace("\\", "\\\\")

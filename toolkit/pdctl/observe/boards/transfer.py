@@ -157,9 +157,7 @@ BOARD = Board(
                     "PdTransferFailures",
                     (
                         Query(
-                            mean(
-                                ENGINE_TRANSFER_POST.name, RATE_INTERVAL, *ENGINE, by="direction"
-                            ),
+                            mean(ENGINE_TRANSFER_POST.name, RATE_INTERVAL, *ENGINE, by="direction"),
                             "{{direction}}",
                         ),
                     ),
@@ -171,9 +169,7 @@ BOARD = Board(
                     "PdTransferFailures",
                     (
                         Query(
-                            rate(
-                                ENGINE_TRANSFER_FAILURES.name, RATE_INTERVAL, *ENGINE, by=PAIR
-                            ),
+                            rate(ENGINE_TRANSFER_FAILURES.name, RATE_INTERVAL, *ENGINE, by=PAIR),
                             "{{direction}} {{peer}} to {{leg}}",
                         ),
                         Query(
