@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from pdctl.cli.common import json_option, print_json
+from pdctl.cli.common import json_option, print_json, read_spec
 from pdctl.errors import PdctlError
+from pdctl.observe.boards import BOARDS
+from pdctl.observe.check import Found, check_boards, check_rules
+from pdctl.observe.panel import Scope
+from pdctl.observe.prometheus import Prometheus
+from pdctl.observe.push import Grafana, push_all
 
 TOKEN_VARIABLE = "GRAFANA_TOKEN"
 
@@ -32,7 +34,7 @@ def command() -> None:
 def build(output: Path) -> None:
     """Write the dashboards' JSON and the alert rules with their default windows."""
     try:
-        from pdctl.observe.built import built_files  # noqa: PLC0415
+        from pdctl.observe.built import built_files  # noqa: PLC0415, the extra may be missing
     except ModuleNotFoundError as error:
         raise PdctlError(
             f"{error.name} is not installed; install pdctl with the extra observability", 2
@@ -55,10 +57,6 @@ def check(url: str, window: str, deployment: str | None, as_json: bool) -> None:
 
     Rules are those that the Prometheus evaluates. Exit code 0 when all find data, else 1.
     """
-    from pdctl.observe.boards import BOARDS  # noqa: PLC0415
-    from pdctl.observe.check import Found, check_boards, check_rules  # noqa: PLC0415
-    from pdctl.observe.panel import Scope  # noqa: PLC0415
-    from pdctl.observe.prometheus import Prometheus  # noqa: PLC0415
 
     prometheus = Prometheus(url)
     values = {"deployment": deployment} if deployment else {}
@@ -68,13 +66,8 @@ def check(url: str, window: str, deployment: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"queries": [dataclasses.asdict(row) for row in rows]})
     else:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("kind", "where", "reason"):
-            table.add_column(heading)
         for row in empty:
-            table.add_row(row.kind, Text(row.where), Text(row.reason))
-        if empty:
-            Console(highlight=False).print(table)
+            click.echo(f"{row.kind:5}  {row.where}: {row.reason}")
         if not any(row.kind == "rule" for row in rows):
             click.echo(f"{url} evaluates no alert rules", err=True)
         click.echo(f"{len(rows) - len(empty)} of {len(rows)} queries find data")
@@ -101,8 +94,6 @@ def push(
 
     The token of a service account is read from the environment variable GRAFANA_TOKEN.
     """
-    from pdctl.cli.common import read_spec  # noqa: PLC0415
-    from pdctl.observe.push import Grafana, push_all  # noqa: PLC0415
 
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
@@ -119,5 +110,3 @@ def push(
         click.echo(f"{change.action:9} {change.kind} {change.name}")
         for line in change.difference:
             click.echo(f"          {line}")
-
-

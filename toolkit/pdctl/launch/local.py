@@ -27,18 +27,23 @@ def start(state: DeploymentState, leg: Leg, record: LegRecord) -> None:
     """
     try:
         state.write(record, render_leg(leg))
-        with state.rotate_log(leg.name).open("wb") as log:
-            subprocess.Popen(
-                ["bash", str(state.script(leg.name))],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=state.folder,
-                env={**os.environ, MARK: record.launch_id},
-                start_new_session=True,
-            )
+        run_script(state, record)
     except OSError as error:
         raise PdctlError(f"{leg.name}: cannot be started: {error}") from None
+
+
+def run_script(state: DeploymentState, record: LegRecord) -> None:
+    """Start the script of a record in a session of its own; its output goes to its log."""
+    with state.rotate_log(record.name).open("wb") as log:
+        subprocess.Popen(
+            ["bash", str(state.script(record.name))],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=state.folder,
+            env={**os.environ, MARK: record.launch_id},
+            start_new_session=True,
+        )
 
 
 def check_addresses(legs: list[Leg], own: list[str]) -> None:

@@ -38,9 +38,7 @@ class Row:
     reason: str
 
 
-def check_boards(
-    prometheus: Prometheus, boards: Iterable[Board], scope: Scope
-) -> Iterator[Row]:
+def check_boards(prometheus: Prometheus, boards: Iterable[Board], scope: Scope) -> Iterator[Row]:
     """Every query of every panel, over the scope's spans."""
     names = prometheus.names()
     for board in boards:

@@ -76,13 +76,15 @@ def end(deployment: str, grace: float) -> Iterator[str]:
             left = stop([record.launch_id], grace)
             if left:
                 raise PdctlError(f"{record.name}: still runs: {' '.join(map(str, left))}")
-            state.remove(record.name)
+            state.forget(record.name)
             yield f"{record.name}: stopped"
 
 
 def _programs() -> dict[str, str]:
-    found = {name: next(filter(None, map(shutil.which, names)), None) for name, names in
-             _PROGRAMS.items()}
+    found = {
+        name: next(filter(None, map(shutil.which, names)), None)
+        for name, names in _PROGRAMS.items()
+    }
     missing = [name for name, path in found.items() if path is None]
     if missing:
         raise PdctlError(
@@ -135,17 +137,14 @@ def _start(state: DeploymentState, watcher: Watcher) -> str:
         return f"{watcher.name}: runs already, {watcher.url}"
     if record:
         stop([record.launch_id], grace=10.0)
-    run_script(
-        state,
-        LegRecord(watcher.name, ROLE, watcher.url, False, uuid.uuid4().hex, time.time()),
-        script,
-    )
+    record = LegRecord(watcher.name, ROLE, watcher.url, False, uuid.uuid4().hex, time.time())
+    state.write(record, script)
+    run_script(state, record)
     return f"{watcher.name}: {'restarted' if running else 'started'}, {watcher.url}"
 
 
 def _digest(folder: Path) -> str:
     """Of all configuration files: a change in one restarts."""
-
 
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
@@ -177,5 +176,3 @@ def _wait(state: DeploymentState, watcher: Watcher) -> None:
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     return lines[-1] if lines else f"{log} is empty"
-
-

@@ -80,9 +80,7 @@ class Grafana:
                 f"{self.url}: redirects to {answer.headers.get('location', '')}; give that URL"
             )
         if answer.status_code >= 400 and answer.status_code != 404:
-            raise PdctlError(
-                f"{self.url}: {method} {path}: {_said(answer)} ({answer.status_code})"
-            )
+            raise PdctlError(f"{self.url}: {method} {path}: {_said(answer)} ({answer.status_code})")
         return answer
 
 
@@ -137,7 +135,9 @@ def _dashboard(
     body = {"folderUid": folder, "message": "pdctl dashboards push", "overwrite": False}
     if there is None:
         if not dry_run:
-            grafana.send("POST", "/api/dashboards/db", {**body, "dashboard": {**wanted, "id": None}})
+            grafana.send(
+                "POST", "/api/dashboards/db", {**body, "dashboard": {**wanted, "id": None}}
+            )
         return Change("create", "dashboard", name)
     current = there["dashboard"]
     difference = _differences(current, wanted)
