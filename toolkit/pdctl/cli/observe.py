@@ -1,5 +1,6 @@
 """pdctl observe"""
 
+import time
 from pathlib import Path
 
 import click
@@ -7,7 +8,10 @@ import click
 from pdctl.cli.common import bidir_option, deployment_argument, read_plan, spec_argument
 from pdctl.errors import PdctlError
 from pdctl.observe import local
+from pdctl.observe.prometheus import Prometheus
+from pdctl.observe.report import Look, report
 from pdctl.observe.stack import stack_files
+from pdctl.spec.units import parse_duration
 
 
 @click.group("observe")
@@ -65,3 +69,59 @@ def down(deployment: str, grace: float) -> None:
         click.echo(line)
     if not lines:
         click.echo(f"{deployment}: nothing that watches it runs", err=True)
+
+
+@command.command("report")
+@click.option(
+    "--prometheus", "url", default="http://127.0.0.1:9090", show_default=True, help="Its URL."
+)
+@click.option("--deployment", help="Only this deployment's series.")
+@click.option("--last", default="1h", show_default=True, help="How far back.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("report.html"),
+    show_default=True,
+    help="File to write.",
+)
+@click.option(
+    "--theme",
+    type=click.Choice(["auto", "light", "dark"]),
+    default="auto",
+    show_default=True,
+    help="auto follows the reader's system.",
+)
+@click.option(
+    "--playbooks", help="URL below which the playbook pages are; the Prometheus when left out."
+)
+@click.option("--ttft-slo", default="2.5s", show_default=True, help="The TTFT objective.")
+def draw(
+    url: str,
+    deployment: str | None,
+    last: str,
+    output: Path,
+    theme: str,
+    playbooks: str | None,
+    ttft_slo: str,
+) -> None:
+    """Draw the dashboards from a Prometheus as one page of HTML that needs nothing else."""
+    try:
+        seconds, objective = parse_duration(last), parse_duration(ttft_slo)
+    except ValueError as error:
+        raise PdctlError(str(error), 2) from None
+    end = time.time()
+    look = Look(
+        end - seconds,
+        end,
+        deployment,
+        playbooks or f"{url.rstrip('/')}/consoles",
+        str(objective),
+        theme,
+    )
+    page = report(Prometheus(url), look, lambda title: click.echo(f"drawing {title}", err=True))
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise PdctlError(f"{output}: {error.strerror}", 2) from None
+    click.echo(output)

@@ -53,7 +53,7 @@ def check_boards(prometheus: Prometheus, boards: Iterable[Board], scope: Scope) 
                     expr,
                     Found.DATA if good else Found.NO_DATA,
                     good,
-                    "" if good else _reason(prometheus, names, expr, len(series)),
+                    "" if good else reason(prometheus, names, expr, len(series)),
                 )
 
 
@@ -72,9 +72,9 @@ def check_rules(prometheus: Prometheus, rules: Iterable[dict[str, Any]]) -> Iter
             continue
         expr = str(rule.get("expr") or rule.get("query"))
         missing = [
-            reason
+            why
             for metric, matchers in selectors(expr)
-            if (reason := _missing(prometheus, names, metric, matchers))
+            if (why := _missing(prometheus, names, metric, matchers))
         ]
         state = rule.get("state") or ("firing" if prometheus.instant(expr) else "inactive")
         yield Row(
@@ -99,11 +99,17 @@ def selectors(expr: str) -> list[tuple[str, tuple[str, ...]]]:
     return list(found)
 
 
-def _reason(prometheus: Prometheus, names: set[str], expr: str, series: int) -> str:
+def reason(prometheus: Prometheus, names: set[str], expr: str, series: int) -> str:
+    """Why a query finds no data.
+
+    Args:
+        names: all metric names that Prometheus has.
+        series: how many series it found, all without a number.
+    """
     missing = [
-        reason
+        why
         for metric, matchers in selectors(expr)
-        if (reason := _missing(prometheus, names, metric, matchers))
+        if (why := _missing(prometheus, names, metric, matchers))
     ]
     if missing:
         return "; ".join(dict.fromkeys(missing))

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from pdctl.errors import PdctlError
+from pdctl.spec.units import parse_duration
 
 _TIMEOUT_SECONDS = 30.0
 
@@ -66,6 +67,12 @@ class Prometheus:
         """Its pending and firing alerts, as the API has them."""
         found: list[dict[str, Any]] = self._get("alerts", {})["alerts"]
         return found
+
+    def scrape_interval(self, job: str) -> float:
+        """Seconds between two scrapes of a job's targets; the longest, 15 when there are none."""
+        found = self._get("targets", {})["activeTargets"]
+        spans = [each["scrapeInterval"] for each in found if each["scrapePool"] == job]
+        return max(map(parse_duration, spans), default=15.0)
 
     def exemplars(self, expr: str, start: float, end: float) -> list[dict[str, Any]]:
         """Exemplars of the series in a query, as the API has them."""

@@ -44,18 +44,17 @@ def tree(spans: Iterable[Span]) -> list[Node]:
 
     def below(parent: str, depth: int) -> Iterator[Node]:
         for span in children.get(parent, ()):
-            yield Node(span, depth, parent == "" and bool(span.parent))
-            yield from below(span.id, depth + 1)
+            yield from branch(span, depth)
 
-    tops = list(below("", 0))
-    roots, lost, current = [], [], None
-    for node in tops:
-        if node.depth == 0:
-            # The turn itself may have the client's span as its parent.
-            current = lost if node.lost and node.span.name != t.SPAN_TURN.name else roots
-        assert current is not None
-        current.append(node)
-    return roots + lost
+    def branch(span: Span, depth: int) -> Iterator[Node]:
+        # The turn itself may have the client's span as its parent.
+        lost = depth == 0 and bool(span.parent) and span.name != t.SPAN_TURN.name
+        yield Node(span, depth, lost)
+        yield from below(span.id, depth + 1)
+
+    branches = [list(branch(span, 0)) for span in children.get("", ())]
+    branches.sort(key=lambda nodes: nodes[0].lost)
+    return [node for nodes in branches for node in nodes]
 
 
 def lines(spans: list[Span], width: int) -> Iterator[str]:
