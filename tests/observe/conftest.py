@@ -15,7 +15,7 @@ from pdctl.observe.prometheus import Prometheus
 from tests.cli import pdctl
 from tests.observe.fake_legs import FakeDeployment
 from tests.ports import free_ports
-from tests.programs import need
+from tests.programs import program
 from tests.waiting import until
 
 REFERENCE = Path(__file__).parents[2] / "examples/laptop.yaml"
@@ -46,6 +46,8 @@ def quick_spec(folder: Path, name: str, **stack: Any) -> tuple[Path, dict[str, A
     spec["router"]["port"] = ports[0]
     spec["prefill"]["legs"][0]["port"] = ports[1]
     spec["decode"]["legs"][0]["port"] = ports[2]
+    spec["kv_transfer"]["backend"] = "LIBFABRIC"
+    spec["fabric"]["provider"] = "tcp"
     spec["observability"]["stack"] |= {
         "prometheus_port": ports[3],
         "alertmanager_port": ports[4],
@@ -62,7 +64,8 @@ def quick_spec(folder: Path, name: str, **stack: Any) -> tuple[Path, dict[str, A
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """Under load until there is enough for rates."""
-    need("prometheus", "prometheus-alertmanager")
+    for name in ("prometheus", "prometheus-alertmanager"):
+        program(name)
     folder = tmp_path_factory.mktemp("watched")
     path, spec = quick_spec(folder, "watched")
     legs = FakeDeployment(

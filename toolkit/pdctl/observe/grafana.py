@@ -4,6 +4,7 @@ Needs the extra ``observability``; what it makes is checked in, so nothing else 
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from grafana_foundation_sdk.builders import barchart, common, heatmap, stat, table, timeseries
@@ -64,13 +65,28 @@ def _dashboard(board: Board) -> model.Dashboard:
         )
     made.with_variable(_constant("ttft_slo", "2.5"))
     made.with_variable(_constant("playbooks", DEFAULT_PLAYBOOKS))
-    number = 0
+    number, y = 0, 0
     for row in board.rows:
-        made.with_row(build.Row(row.title))
-        for panel in row.panels:
+        made.with_row(build.Row(row.title).grid_pos(model.GridPos(h=1, w=24, x=0, y=y)))
+        y = bottom = y + 1
+        for panel, place in _places(row.panels, y):
             number += 1
-            made.with_panel(_panel(panel).id(number))
+            made.with_panel(_panel(panel).id(number).grid_pos(place))
+            bottom = max(bottom, place.y + place.h)
+        y = bottom
     return made.build()
+
+
+def _places(panels: tuple[Panel, ...], y: int) -> Iterator[tuple[Panel, model.GridPos]]:
+    """Panels side by side, a new line where one does not fit any more."""
+    x, height = 0, 0
+    for panel in panels:
+        if x + panel.width > 24:
+            x, y, height = 0, y + height, 0
+        own = _STAT_HEIGHT if panel.kind == "stat" else _HEIGHT
+        height = max(height, own)
+        yield panel, model.GridPos(h=own, w=panel.width, x=x, y=y)
+        x += panel.width
 
 
 def _constant(name: str, value: str) -> build.ConstantVariable:
@@ -82,7 +98,6 @@ def _panel(panel: Panel) -> Any:
     made.title(panel.title).unit(panel.unit).datasource(SOURCE).description(
         f"What good looks like: {panel.good}"
     )
-    made.span(panel.width).height(_STAT_HEIGHT if panel.kind == "stat" else _HEIGHT)
     made.links(
         [
             build.DashboardLink("Playbook")

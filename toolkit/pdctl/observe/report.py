@@ -121,7 +121,7 @@ class _Drawer:
         look = self._look
         if panel.kind == "heatmap":
             return _heatmap(panel, found, look)
-        lines = sorted(_named(panel, found), key=lambda line: line.name)
+        lines = sorted(_named(panel, found), key=_natural)
         lines = [line for line in lines if any(math.isfinite(value) for _, value in line.points)]
         chart = svg.line_chart(
             lines,
@@ -148,6 +148,15 @@ def _named(panel: Panel, found: list[list[Series]]) -> list[svg.Line]:
     ]
 
 
+def _natural(line: svg.Line) -> list[tuple[int, str]]:
+    """Sorts numbers in names by their value."""
+    return [
+        (int(part), "") if part.isdigit() else (-1, part)
+        for part in re.split(r"(\d+)", line.name)
+        if part
+    ]
+
+
 def _legend(lines: list[svg.Line], unit: str) -> str:
     items = [
         f'<li><svg class="key" viewBox="0 0 18 8"><line x1="0" x2="18" y1="4" y2="4" '
@@ -167,7 +176,7 @@ def _last(line: svg.Line) -> float:
 def _tiles(panel: Panel, found: list[list[Series]]) -> str:
     tiles = [
         f"<div><b>{shown(_last(line), panel.unit)}</b><span>{html.escape(line.name)}</span></div>"
-        for line in sorted(_named(panel, found), key=lambda line: line.name)
+        for line in sorted(_named(panel, found), key=_natural)
     ]
     return f'<div class="tiles">{"".join(tiles)}</div>'
 

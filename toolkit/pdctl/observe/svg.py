@@ -13,6 +13,8 @@ WIDTH, HEIGHT = 560, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 8, 8, 22
 _COLORS = 8
 _TICKS = 4
+_LETTER = 6.5
+"""Width of a letter, at most."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,13 @@ def bar_chart(
     frame = _Frame(0.0, 1.0, ticks[-1])
     parts = [_grid(frame, ticks, unit)]
     slot = (WIDTH - _LEFT - _RIGHT) / max(len(categories), 1)
+    crowded = max(map(len, categories), default=0) * _LETTER > slot
     thick = min(slot * 0.8 / max(len(names), 1), 46)
     for place, category in enumerate(categories):
         middle = _LEFT + slot * (place + 0.5)
-        parts.append(_text(middle, HEIGHT - 6, category, "middle"))
+        # Labels that would touch stand on two lines by turns.
+        lower = crowded and place % 2
+        parts.append(_text(middle, HEIGHT - (1 if lower else 11), category, "middle"))
         for index, name in enumerate(names):
             value = values[index][place]
             if not math.isfinite(value):

@@ -230,7 +230,6 @@ BOARD = Board(
                             "{{leg}}: {{reason}}",
                         ),
                     ),
-                    width=24,
                 ),
             ),
         ),

@@ -254,7 +254,6 @@ BOARD = Board(
                         ),
                     ),
                     "stacked",
-                    width=24,
                 ),
             ),
         ),
