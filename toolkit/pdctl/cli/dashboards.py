@@ -100,6 +100,8 @@ def push(
         raise PdctlError(
             f"{TOKEN_VARIABLE} is not set: it holds the token of a Grafana service account", 2
         )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise PdctlError(f"{TOKEN_VARIABLE} holds characters that no token has", 2)
     loaded = read_spec(spec) if spec else None
     grafana = Grafana(url, token, ca)
     changes = list(push_all(grafana, folder, loaded.spec if loaded else None, dry_run))
