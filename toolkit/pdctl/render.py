@@ -18,14 +18,14 @@ class File:
 def render(deployment: Deployment) -> list[File]:
     """One script per leg, and ``cleanup.sh``."""
     scripts = [File(f"{leg.name}.sh", render_leg(leg)) for leg in deployment.legs]
-    cleanup = _template("cleanup.sh.j2").render(deployment=deployment, q=quote)
+    cleanup = template("cleanup.sh.j2").render(deployment=deployment, q=quote)
     return [*scripts, File("cleanup.sh", cleanup)]
 
 
 def render_leg(leg: Leg) -> str:
     """The start script of one leg."""
     name = "router.sh.j2" if leg.role == "router" else "engine.sh.j2"
-    return _template(name).render(
+    return template(name).render(
         leg=leg, q=quote, words=_words, comment=_comment, kv_config=_kv_config(leg)
     )
 
@@ -52,7 +52,8 @@ def _kv_config(leg: Leg) -> str:
     return '"$nonce"'.join(f"'{part}'" for part in kv_config_json(leg).split(NONCE))
 
 
-def _template(name: str) -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A template of ``templates/``."""
     return _ENVIRONMENT.get_template(name)
 
 

@@ -19,6 +19,9 @@ COMMANDS = {
     "verify": "Prove that a turn's KV really comes back from decode.",
     "demo": "Hold one conversation with bidirectional transfer on and off, side by side.",
     "down": "Stop a deployment.",
+    "observe": "Run Prometheus and Alertmanager for a deployment; draw a report.",
+    "dashboards": "Build, check and push Grafana dashboards.",
+    "trace": "Show a turn's trace as a waterfall.",
     "canary": "Make the small test model whose answers show one wrong KV block.",
 }
 

@@ -259,6 +259,47 @@ class Router(Section):
     )
 
 
+class Stack(Section):
+    """What watches the deployment: Prometheus, Alertmanager, Grafana, Tempo, a collector."""
+
+    host: Host = Field(
+        "127.0.0.1", description="Where Prometheus and the others listen and are reached."
+    )
+    prometheus_port: Port = 9090
+    alertmanager_port: Port = 9093
+    grafana_port: Port = 3000
+    scrape_interval: Duration = Field(15.0, description="Time between two looks at every leg.")
+    alert_window: Duration = Field(
+        300.0,
+        description="Short window of the alert rules; the long one is twelve times as long.",
+    )
+    ttft_slo: Duration = Field(
+        2.5, description="Time allowed to the first token; a bucket of the router's histogram."
+    )
+    ttft_target: float = Field(
+        0.95,
+        gt=0,
+        lt=1,
+        strict=True,
+        description="Share of streamed turns that must keep ttft_slo.",
+    )
+    hit_traces: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        strict=True,
+        description="Share of traces of undisturbed, read-back turns that the collector keeps.",
+    )
+    playbooks_url: str | None = Field(
+        None,
+        pattern=URL,
+        description="Where the playbook pages are; Prometheus serves them when left out.",
+    )
+    alert_webhook: str | None = Field(
+        None, pattern=URL, description="URL that Alertmanager posts alerts to."
+    )
+
+
 class Observability(Section):
     otlp_endpoint: str | None = Field(
         None,
@@ -268,6 +309,7 @@ class Observability(Section):
     nixl_log_level: Literal["TRACE", "DEBUG", "INFO", "WARN", "ERROR"] | None = Field(
         None, description="NIXL_LOG_LEVEL; DEBUG shows the rails LIBFABRIC opens."
     )
+    stack: Stack = Field(default_factory=Stack)
 
 
 class Benchmark(Section):

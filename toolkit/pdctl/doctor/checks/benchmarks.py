@@ -11,7 +11,9 @@ from pdctl.doctor.checks.recompute import BY_SOURCE
 from pdctl.doctor.evidence.facts import Command, Evidence, LegEvidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding
 
-_BENCH = re.compile(r"bench serve|benchmark_serving|vllm-?bench|genai-perf|aiperf|guidellm|bench_serving")
+_BENCH = re.compile(
+    r"bench serve|benchmark_serving|vllm-?bench|genai-perf|aiperf|guidellm|bench_serving"
+)
 _SEED = re.compile(r"--(?:random-)?seed[ =](\S+?)(?=[\s;]|$)")
 
 
@@ -119,7 +121,9 @@ def _no_remote_decode(evidence: Evidence) -> Iterator[Answer]:
 def _starved_nixlbench(evidence: Evidence) -> Iterator[Answer]:
     for leg, command in _commands(evidence, re.compile(r"\bnixlbench\b")):
         text = f"{command.line}\n{command.output}"
-        settings = re.findall(r"--(?:enable_pt[ =](?:0|false)|max_batch_size[ =]1\b|num_threads[ =]1\b)", text)
+        settings = re.findall(
+            r"--(?:enable_pt[ =](?:0|false)|max_batch_size[ =]1\b|num_threads[ =]1\b)", text
+        )
         small = [each for each in settings if "num_threads" not in each]
         if small:
             yield Finding(
@@ -183,7 +187,14 @@ def _check(number: int, title: str, severity: str, slug: str, run: object, **mor
 
 
 CHECKS = (
-    _check(1, "Cells of a sweep send the same prompts", "warning", "same-seed", _same_seed, needs=("commands",)),
+    _check(
+        1,
+        "Cells of a sweep send the same prompts",
+        "warning",
+        "same-seed",
+        _same_seed,
+        needs=("commands",),
+    ),
     _check(
         2,
         "Reasoning is sent back as content",

@@ -99,7 +99,9 @@ def locked_limit(leg: LegEvidence) -> tuple[float, Excerpt] | None:
         if match:
             return _bytes(match[1], 1), command.excerpt
         if "ulimit" in command.line and (
-            match := re.search(r"(?m)(?:max locked memory.*?)?\b(\d+|unlimited)\s*$", command.output)
+            match := re.search(
+                r"(?m)(?:max locked memory.*?)?\b(\d+|unlimited)\s*$", command.output
+            )
         ):
             # ulimit -l counts KiB, but containers are often told bytes; either is too low.
             return _bytes(match[1], 1024), Excerpt(command.source, text.strip())
@@ -186,7 +188,10 @@ def _too_many_pages(evidence: Evidence) -> Iterator[Answer]:
         huge = max(sizes, default=0) > 32 << 30
         if (limit and limit[0] < 1 << 34) or not (huge or (limit and limit[0] == float("inf"))):
             continue
-        pages = next((c.excerpt for c in leg.commands if re.search(r"HugePages_Total:\s+0\b", c.output)), None)
+        pages = next(
+            (c.excerpt for c in leg.commands if re.search(r"HugePages_Total:\s+0\b", c.output)),
+            None,
+        )
         yield Finding(
             leg.name,
             "certain" if pages and huge else "likely",

@@ -62,7 +62,12 @@ def _late_read(evidence: Evidence) -> Iterator[Answer]:
     yield Finding(
         leg,
         "certain" if served else "likely",
-        (*released.excerpts[:1], *read.excerpts[:1], *metric, *(each.excerpt for each in lease[:1]))[:4],
+        (
+            *released.excerpts[:1],
+            *read.excerpts[:1],
+            *metric,
+            *(each.excerpt for each in lease[:1]),
+        )[:4],
         cause,
         "Raise kv_connector_extra_config.kv_lease_duration on BOTH legs above the 99th percentile "
         "of the time between prefill's answer and decode's read, and shorten decode's queue "
@@ -123,13 +128,22 @@ def _next_turn_too_late(evidence: Evidence) -> Iterator[Answer]:
         return
     long = _too_long(evidence)
     ttl, shown = _decode_ttl(evidence)
-    router = f" The router keeps handles {long[0].value:g} s, decode its blocks {ttl:g} s." if long else ""
+    router = (
+        f" The router keeps handles {long[0].value:g} s, decode its blocks {ttl:g} s."
+        if long
+        else ""
+    )
     often = declined.count >= 3 or bool(counted) or bool(failing) or bool(long)
     yield Finding(
         leg,
         "certain",
-        (*declined.excerpts[:1], *failing.excerpts[:1], *counted[:1],
-         *((long[0].excerpt,) if long else ()), *shown)[:4],
+        (
+            *declined.excerpts[:1],
+            *failing.excerpts[:1],
+            *counted[:1],
+            *((long[0].excerpt,) if long else ()),
+            *shown,
+        )[:4],
         "The next turn comes after decode's blocks of the turn before have expired "
         f"(decoder_kv_blocks_ttl, {ttl:g} s, not renewed), so prefill declines the read."
         f"{router}"

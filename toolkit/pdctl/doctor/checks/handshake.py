@@ -90,7 +90,9 @@ def _local_host(evidence: Evidence) -> Iterator[Answer]:
 
 def _several_hosts(evidence: Evidence) -> bool:
     nodes = {str(each.value) for each in settings(evidence, "node", "prefill", "decode")}
-    planned = {leg.host for leg in evidence.plan.legs if leg.role != "router"} if evidence.plan else set()
+    planned = (
+        {leg.host for leg in evidence.plan.legs if leg.role != "router"} if evidence.plan else set()
+    )
     return len(nodes) > 1 or len(planned) > 1
 
 
@@ -149,8 +151,7 @@ def _shared_id(evidence: Evidence) -> Iterator[Answer]:
         (expected, received)
         for expected in mismatch.values.get("expected", {})
         for received in mismatch.values.get("received", {})
-        if expected != received
-        and (received.startswith(expected) or expected.startswith(received))
+        if expected != received and (received.startswith(expected) or expected.startswith(received))
     ]
     if not twice and not (ranks or alike):
         return
@@ -191,7 +192,12 @@ def _kills_engine(evidence: Evidence) -> Iterator[Answer]:
     yield Finding(
         dead.leg,
         "certain" if told else "likely",
-        (*failed.excerpts[:1], *keys.excerpts[:1], *dead.excerpts[:1], *((told[1],) if told else ())),
+        (
+            *failed.excerpts[:1],
+            *keys.excerpts[:1],
+            *dead.excerpts[:1],
+            *((told[1],) if told else ()),
+        ),
         "A handshake with one bad peer ends this healthy engine: vLLM before 0.20 treats the "
         "request whose handshake failed like one that was received, and dies of a KeyError or an "
         "assertion, whatever kv_load_failure_policy says.",

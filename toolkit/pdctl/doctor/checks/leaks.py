@@ -116,10 +116,7 @@ _SEVERAL = re.compile(r'"(?:n|best_of)"\s*:\s*(?:[2-9]|[1-9]\d+)\b')
 
 def _several_answers(evidence: Evidence) -> Iterator[Answer]:
     several = [
-        capture
-        for leg in evidence.legs
-        for capture in leg.http
-        if _SEVERAL.search(capture.text)
+        capture for leg in evidence.legs for capture in leg.http if _SEVERAL.search(capture.text)
     ]
     read, released = seen(evidence, UNRECOGNISED_READ), seen(evidence, EXPIRED_RELEASE, "prefill")
     if several and (read or released):
@@ -182,7 +179,11 @@ def _idle_but_full(evidence: Evidence) -> Iterator[Answer]:
         yield Finding(
             leg.name,
             "possible" if kept else "likely",
-            (leg.metrics.excerpt(USAGE), leg.metrics.excerpt(RUNNING), leg.metrics.excerpt(WAITING)),
+            (
+                leg.metrics.excerpt(USAGE),
+                leg.metrics.excerpt(RUNNING),
+                leg.metrics.excerpt(WAITING),
+            ),
             f"{idle:.0%} of the KV cache stays in use while the leg has nothing to do: requests "
             "were aborted or refused at the wrong moment and nobody frees their blocks.",
             "Wait as long as the longest lease or TTL (decode_ttl on a bidirectional decode), then "

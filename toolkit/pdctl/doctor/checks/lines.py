@@ -4,7 +4,12 @@ from pdctl.doctor.model import Pattern
 
 TRANSFER_FAILURE = Pattern(
     "transfer-failure",
-    ("NIXL transfer failure", "Handshake failed for request", "KVTransferError", "transfer failed for"),
+    (
+        "NIXL transfer failure",
+        "Handshake failed for request",
+        "KVTransferError",
+        "transfer failed for",
+    ),
     r"(?:(?P<when>\d\d:\d\d:\d\d)\b.*)?(?:NIXL transfer failure: (?P<type>\w+)"
     r"|Handshake failed for request (?P<id>\S+)|nixl transfer failed|KVTransferError)",
 )

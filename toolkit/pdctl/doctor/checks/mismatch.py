@@ -96,7 +96,11 @@ def _backend_variable(evidence: Evidence) -> Iterator[Answer]:
         yield Finding(
             leg.name,
             "certain" if told or "UCX" in opened else "likely",
-            (*mine[:2], *(unknown.excerpts[:1] if told else ()), *(created.excerpts[:1] if created else ()))[:4],
+            (
+                *mine[:2],
+                *(unknown.excerpts[:1] if told else ()),
+                *(created.excerpts[:1] if created else ()),
+            )[:4],
             "The backend is chosen by an environment variable that nothing reads: the only place "
             "is kv_connector_extra_config.backends, and its default is [UCX].",
             'Put it there: --kv-transfer-config \'{..., "kv_connector_extra_config": {"backends": '
@@ -109,7 +113,9 @@ def _tensor_parallel(evidence: Evidence) -> Iterator[Answer]:
     unequal = differing(evidence, "tensor_parallel")
     limit, failed = seen(evidence, TP_LIMIT), seen(evidence, TRANSFER_FAILURE)
     named = limit and set(limit.values.get("metadata", {})) == set()
-    if not named and not (unequal and (limit or any("handshake" in t for t in failed.values.get("type", {})))):
+    if not named and not (
+        unequal and (limit or any("handshake" in t for t in failed.values.get("type", {})))
+    ):
         return
     sizes = ", ".join(f"{each.role} {each.value}" for each in unequal) or "see the message"
     yield Finding(
@@ -135,8 +141,11 @@ def _cache_dtype(evidence: Evidence) -> Iterator[Answer]:
     yield Finding(
         unequal[1].leg,
         "certain",
-        (*(each.excerpt for each in unequal), *mismatch.excerpts[:1],
-         *((unchecked.excerpt,) if off and unchecked else ())),
+        (
+            *(each.excerpt for each in unequal),
+            *mismatch.excerpts[:1],
+            *((unchecked.excerpt,) if off and unchecked else ()),
+        ),
         "Prefill and decode keep KV in different dtypes "
         f"({', '.join(f'{each.role} {each.value}' for each in unequal)}): pages have different "
         "lengths and nothing converts. vLLM refuses the handshake"
@@ -208,7 +217,9 @@ def _one_sided(evidence: Evidence) -> Iterator[Answer]:
     for leg in evidence.engines:
         line = whole_command_line(leg)
         connector = setting(evidence, "connector", leg.role)
-        implied = line or (connector.excerpt if connector and "kv_transfer" in connector.excerpt.text else None)
+        implied = line or (
+            connector.excerpt if connector and "kv_transfer" in connector.excerpt.text else None
+        )
         if leg.role not in of_role and len(of_role) == 1 and implied:
             of_role[leg.role] = Setting(leg.name, leg.role, False, implied)
     if set(of_role) != {"prefill", "decode"}:
@@ -217,15 +228,21 @@ def _one_sided(evidence: Evidence) -> Iterator[Answer]:
     if is_true(prefill.value) == is_true(decode.value):
         return
     if is_true(prefill.value):
-        leg, cause = decode.leg, (
-            "bidirectional_kv_xfer is on for prefill and off for decode: decode frees its blocks "
-            "at the end of a turn and hands out no kv_transfer_params, so every turn is a miss."
+        leg, cause = (
+            decode.leg,
+            (
+                "bidirectional_kv_xfer is on for prefill and off for decode: decode frees its blocks "
+                "at the end of a turn and hands out no kv_transfer_params, so every turn is a miss."
+            ),
         )
     else:
-        leg, cause = prefill.leg, (
-            "bidirectional_kv_xfer is off for prefill and on for decode: decode pins every "
-            "finished turn for its TTL for nothing, and a stock prefill that is given a handle "
-            "waits for ever, without an error."
+        leg, cause = (
+            prefill.leg,
+            (
+                "bidirectional_kv_xfer is off for prefill and on for decode: decode pins every "
+                "finished turn for its TTL for nothing, and a stock prefill that is given a handle "
+                "waits for ever, without an error."
+            ),
         )
     yield Finding(
         leg,
@@ -324,17 +341,25 @@ def _speculative(evidence: Evidence) -> Iterator[Answer]:
     of_role: dict[str, Setting] = {}
     for each in settings(evidence, "speculative"):
         of_role.setdefault(each.role, each)
-    drafts = [e for e in of_role.values() if re.search(r"eagle|mtp|dflash|dspark|draft", str(e.value), re.I)]
+    drafts = [
+        e
+        for e in of_role.values()
+        if re.search(r"eagle|mtp|dflash|dspark|draft", str(e.value), re.I)
+    ]
     if len(of_role) != 1 or not drafts:
         return
     other = next(
-        (leg for leg in evidence.engines if leg.role not in of_role and leg.config is not None), None
+        (leg for leg in evidence.engines if leg.role not in of_role and leg.config is not None),
+        None,
     )
     if other:
         yield Finding(
             drafts[0].leg,
             "likely",
-            (drafts[0].excerpt, Excerpt(f"{other.name}/config.txt", "no speculative configuration")),
+            (
+                drafts[0].excerpt,
+                Excerpt(f"{other.name}/config.txt", "no speculative configuration"),
+            ),
             "Only one role runs a draft model: its layers add KV blocks that the other side does "
             "not have. Short prompts work, long ones fail with illegal memory accesses.",
             "Give both roles the same --speculative-config, or use ngram speculation on decode.",

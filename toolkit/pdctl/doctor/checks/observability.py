@@ -13,7 +13,12 @@ from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Patter
 
 TELEMETRY_OFF = Pattern(
     "telemetry-off",
-    ("when telemetry is not enabled", "NIXL_ERR_NO_TELEMETRY", "NoTelemetryError", "telemetry is disabled"),
+    (
+        "when telemetry is not enabled",
+        "NIXL_ERR_NO_TELEMETRY",
+        "NoTelemetryError",
+        "telemetry is disabled",
+    ),
     r"(?P<failed>when telemetry is not enabled|NIXL_ERR_NO_TELEMETRY|NoTelemetryError)"
     r"|NIXL telemetry is disabled",
 )
@@ -157,7 +162,9 @@ def _no_vllm(evidence: Evidence) -> Iterator[Answer]:
         if not leg.metrics:
             continue
         names = {name for scrape in leg.metrics.scrapes for name, _ in scrape}
-        if len(names) > 5 and not any(n.startswith(("vllm:", "pd_engine", "ray_vllm", "sglang:")) for n in names):
+        if len(names) > 5 and not any(
+            n.startswith(("vllm:", "pd_engine", "ray_vllm", "sglang:")) for n in names
+        ):
             yield Finding(
                 leg.name,
                 "certain",

@@ -70,7 +70,13 @@ def any_seen(evidence: Evidence, patterns: Iterable[Pattern], *roles: str) -> Se
 # Settings -----------------------------------------------------------------------------------
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "tensor_parallel": ("tensor_parallel_size", "tensor_parallel", "tp_size", "tp", "tensor-parallel"),
+    "tensor_parallel": (
+        "tensor_parallel_size",
+        "tensor_parallel",
+        "tp_size",
+        "tp",
+        "tensor-parallel",
+    ),
     "data_parallel": ("data_parallel_size", "data_parallel", "dp_size", "dp"),
     "cache_dtype": ("kv_cache_dtype", "cache_dtype"),
     "block_size": ("block_size", "page_size"),
@@ -100,7 +106,9 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """How a setting is called: on command lines, in kv-transfer-config, in specs, in environments."""
 
-_COMMAND_LINE = re.compile(r"\b(?:vllm serve|api_server|dynamo\.vllm|sglang\.launch_server|llm serve)\b")
+_COMMAND_LINE = re.compile(
+    r"\b(?:vllm serve|api_server|dynamo\.vllm|sglang\.launch_server|llm serve)\b"
+)
 
 
 @dataclass(frozen=True)

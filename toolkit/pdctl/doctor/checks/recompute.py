@@ -58,7 +58,7 @@ def _no_connector(evidence: Evidence) -> Iterator[Answer]:
         "computed.",
         "Add --kv-transfer-config to the engines (kv_producer on prefill, kv_consumer on decode) "
         "and VLLM_NIXL_SIDE_CHANNEL_HOST; pdctl render makes both. Then "
-        f"{BY_SOURCE}{{source=\"external_kv_transfer\"}} must grow on decode.",
+        f'{BY_SOURCE}{{source="external_kv_transfer"}} must grow on decode.',
     )
 
 
@@ -66,12 +66,16 @@ def _engines_without(evidence: Evidence) -> Iterator[Excerpt]:
     for leg in evidence.legs:
         for line in leg.config.text.splitlines() if leg.config else ():
             if re.search(r"vllm serve|api_server", line) and leg.config:
-                if "kv-transfer-config" not in leg.config.text.split("#")[0] and not _names_config(leg):
+                if "kv-transfer-config" not in leg.config.text.split("#")[0] and not _names_config(
+                    leg
+                ):
                     yield Excerpt(f"{leg.name}/config.txt", line.strip())
 
 
 def _names_config(leg: LegEvidence) -> bool:
-    return leg.config is not None and any("kv_transfer_config" in path for path, _ in leg.config.values)
+    return leg.config is not None and any(
+        "kv_transfer_config" in path for path, _ in leg.config.values
+    )
 
 
 def _decode_only(evidence: Evidence) -> Iterator[Answer]:
@@ -79,7 +83,9 @@ def _decode_only(evidence: Evidence) -> Iterator[Answer]:
     prefill, decode = served["prefill"], served["decode"]
     if prefill is None or decode is None or prefill[0] > 0 or decode[0] < 10:
         return
-    decider = evidence.text(r"(?i)decider|disagg\w*[-_ ]?(?:threshold|router)|nonCachedTokens", "config")
+    decider = evidence.text(
+        r"(?i)decider|disagg\w*[-_ ]?(?:threshold|router)|nonCachedTokens", "config"
+    )
     yield Finding(
         decider[0].leg if decider else DEPLOYMENT,
         "certain" if decider else "likely",
@@ -113,7 +119,9 @@ def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
     if not without:
         return
     given = [capture for _, capture in answers(evidence, "prefill") if HANDLE.search(capture.text)]
-    generic = evidence.text(r"(?i)(?:kvConnector|connector)\W+(?:type\W+)?(lmcache|http|mooncake\w*)\b", "config")
+    generic = evidence.text(
+        r"(?i)(?:kvConnector|connector)\W+(?:type\W+)?(lmcache|http|mooncake\w*)\b", "config"
+    )
     yield Finding(
         next((leg.name for leg in evidence.role("router")), DEPLOYMENT),
         "certain" if given else "likely",
@@ -366,7 +374,12 @@ def _nothing_transferred(evidence: Evidence) -> Iterator[Answer]:
         sent = leg.metrics.gain("pd_router_handles_sent_total")
         read = leg.metrics.gain("pd_router_prompt_tokens_total", kind="read")
         bidirectional = setting(evidence, "bidirectional")
-        if sent and sent >= 10 and read == 0 and not (bidirectional and is_true(bidirectional.value) is False):
+        if (
+            sent
+            and sent >= 10
+            and read == 0
+            and not (bidirectional and is_true(bidirectional.value) is False)
+        ):
             yield Finding(
                 leg.name,
                 "likely",
@@ -380,7 +393,9 @@ def _nothing_transferred(evidence: Evidence) -> Iterator[Answer]:
             )
 
 
-def _check(number_: int, title: str, severity: str, slug: str, run: object, **more: object) -> Check:
+def _check(
+    number_: int, title: str, severity: str, slug: str, run: object, **more: object
+) -> Check:
     return Check(  # type: ignore[arg-type]
         f"PD45{number_:02}", title, Category.SILENT_RECOMPUTE, severity, slug, run, **more
     )

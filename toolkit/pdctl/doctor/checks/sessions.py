@@ -114,7 +114,14 @@ def _stickiness_skipped(evidence: Evidence) -> Iterator[Answer]:
             "Use a router that binds a conversation to its pair (pd-router), or pin by header in "
             "front of this one. In kthena, sessionSticky together with pdGroup has no effect.",
         )
-    elif asked and split and any("kthena" in e.excerpt.text or "ModelServer" in e.excerpt.text for e in evidence.text(".", "config")):
+    elif (
+        asked
+        and split
+        and any(
+            "kthena" in e.excerpt.text or "ModelServer" in e.excerpt.text
+            for e in evidence.text(".", "config")
+        )
+    ):
         yield Finding(
             asked[0].leg,
             "possible",
@@ -151,7 +158,11 @@ def _store_per_replica(evidence: Evidence) -> Iterator[Answer]:
     several = [each for each in replicas if each[0] > 1]
     if not several and len(routers) < 2:
         return
-    if sticky or (not memory and not several) or (not memory and len(routers) < 2 and evidence.spec):
+    if (
+        sticky
+        or (not memory and not several)
+        or (not memory and len(routers) < 2 and evidence.spec)
+    ):
         return
     count = f"{several[0][0]:g}" if several else str(len(routers))
     if not memory and not several:
@@ -181,10 +192,16 @@ def _no_affinity(evidence: Evidence) -> Iterator[Answer]:
         ]
         policies = [each for each in policies if "decode" in each[0].lower()] or policies
         free = [each for each in policies if _AFFINITY_FREE.search(each[1])]
-        legs = [v for p, v in leg.config.values if re.search(r"(?:^|\.)decod\w*(?:_hosts|_urls)?$", p.lower())]
-        several = len(legs) > 1 or any(
-            isinstance(v, list) and len(v) > 1 for v in legs
-        ) or len(evidence.role("decode")) > 1
+        legs = [
+            v
+            for p, v in leg.config.values
+            if re.search(r"(?:^|\.)decod\w*(?:_hosts|_urls)?$", p.lower())
+        ]
+        several = (
+            len(legs) > 1
+            or any(isinstance(v, list) and len(v) > 1 for v in legs)
+            or len(evidence.role("decode")) > 1
+        )
         if free and several:
             yield Finding(
                 leg.name,

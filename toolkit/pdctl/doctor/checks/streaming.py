@@ -26,7 +26,9 @@ PLUGIN_INACTIVE = Pattern(
 PLUGIN_ENGINE = Pattern("pdctl-connector-active", (LOG_CONNECTOR_ACTIVE,))
 
 _FINISHED = re.compile(r'"finish_reason"\s*:\s*"(?:stop|length|tool_calls)"')
-_LUMP = re.compile(r"\b(?:bytes|size|len(?:gth)?|read of|chunk)s?\W{0,3}(\d{4,6})\b|\b(\d{4,6}) bytes")
+_LUMP = re.compile(
+    r"\b(?:bytes|size|len(?:gth)?|read of|chunk)s?\W{0,3}(\d{4,6})\b|\b(\d{4,6}) bytes"
+)
 
 
 def _one_way(evidence: Evidence) -> bool:
@@ -94,7 +96,11 @@ def _buffered(evidence: Evidence) -> Iterator[Answer]:
     for leg in evidence.legs:
         for capture in leg.http:
             sizes = [int(a or b) for a, b in _LUMP.findall(capture.text)]
-            sizes += [int(each) for each in re.findall(r"(?<=then )[\d, ]+", capture.text) for each in re.findall(r"\d{4,6}", each)]
+            sizes += [
+                int(each)
+                for each in re.findall(r"(?<=then )[\d, ]+", capture.text)
+                for each in re.findall(r"\d{4,6}", each)
+            ]
             lumps = [each for each in sizes if each % 4096 == 0]
             if len(lumps) < 2:
                 continue

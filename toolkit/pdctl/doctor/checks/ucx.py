@@ -7,7 +7,14 @@ import re
 from collections.abc import Iterator
 
 from pdctl.doctor.checks.lines import BACKEND_ERROR
-from pdctl.doctor.checks.reading import LOG_SETTINGS, any_seen, seen, setting, tcp_is_meant, wants_gpu
+from pdctl.doctor.checks.reading import (
+    LOG_SETTINGS,
+    any_seen,
+    seen,
+    setting,
+    tcp_is_meant,
+    wants_gpu,
+)
 from pdctl.doctor.evidence.facts import Evidence, LegEvidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
 
@@ -34,7 +41,11 @@ UNUSED_VARIABLE = Pattern(
 )
 NO_CUDA = Pattern(
     "ucx-no-cuda",
-    ("memory is detected as host by UCX", "UCX CUDA support was not found", "UCX ROCm support was not"),
+    (
+        "memory is detected as host by UCX",
+        "UCX CUDA support was not found",
+        "UCX ROCm support was not",
+    ),
 )
 BAD_PATH = Pattern(
     "ucx-bad-path",
@@ -64,7 +75,9 @@ _KNOWN = (
     "UCX_MODULE_DIR UCX_ADDRESS_VERSION UCX_IB_PCI_RELAXED_ORDERING UCX_IB_ADDR_TYPE "
     "UCX_SRD_MAX_NUM_QPS UCX_IB_REG_METHODS UCX_CLOSE_TIMEOUT UCX_USE_MT_MUTEX UCX_VFS_ENABLE"
 ).split()
-_NOT_UCX_OWN = re.compile(r"UCX_(?:HOME|ROOT|DIR|PATH|VERSION|COMMIT|BRANCH|REF|REPO|LIB\w*|INCLUDE\w*|PREFIX|BIN)$")
+_NOT_UCX_OWN = re.compile(
+    r"UCX_(?:HOME|ROOT|DIR|PATH|VERSION|COMMIT|BRANCH|REF|REPO|LIB\w*|INCLUDE\w*|PREFIX|BIN)$"
+)
 
 
 def _driver_abi(evidence: Evidence) -> Iterator[Answer]:
@@ -82,7 +95,10 @@ def _driver_abi(evidence: Evidence) -> Iterator[Answer]:
         mismatch = bool(have and want and not set(have) & set(want))
         if not mismatch and leg.name not in told.legs:
             continue
-        shown = [*told.excerpts[:2], *(next(iter(d.values())).excerpt for d in (have, want) if mismatch)]
+        shown = [
+            *told.excerpts[:2],
+            *(next(iter(d.values())).excerpt for d in (have, want) if mismatch),
+        ]
         if any("tcp/" in each for each in lanes.values.get("lanes", {})):
             shown += lanes.excerpts[:1]
         yield Finding(
@@ -173,7 +189,11 @@ def _no_cuda(evidence: Evidence) -> Iterator[Answer]:
         tls = leg.variable("UCX_TLS")
         listed = tls is not None and not re.search(r"all|cuda|rocm|\^", tls)
         failed = leg.hits.get(BACKEND_ERROR.name)
-        device = setting(evidence, "buffer_device", leg.role) if leg.role in ("prefill", "decode") else None
+        device = (
+            setting(evidence, "buffer_device", leg.role)
+            if leg.role in ("prefill", "decode")
+            else None
+        )
         on_gpu = device is not None and str(device.value) in ("cuda", "gpu")
         by_log = leg.name in told.legs or (cuda and leg.name in absent.legs)
         if not by_log and not (listed and wants_gpu(evidence) and on_gpu and failed):
@@ -200,7 +220,9 @@ def _no_cuda(evidence: Evidence) -> Iterator[Answer]:
 
 def _wrong_path(evidence: Evidence) -> Iterator[Answer]:
     bad, lanes = seen(evidence, BAD_PATH), seen(evidence, UCX_LANES)
-    bridge = next((m for t in lanes.values.get("lanes", {}) if (m := _CONTAINER_BRIDGE.search(t))), None)
+    bridge = next(
+        (m for t in lanes.values.get("lanes", {}) if (m := _CONTAINER_BRIDGE.search(t))), None
+    )
     if not bad:
         return
     if bridge:

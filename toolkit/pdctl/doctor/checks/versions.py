@@ -43,7 +43,9 @@ BOUND_UCX = Pattern(
     ("backend bound to UCX",),
     r"bound to UCX (?P<version>\S+) at (?P<path>\S+)",
 )
-KV_BOTH = Pattern("kv-both-deprecated", ("kv_role='kv_both'", 'kv_role="kv_both"'), r"kv_both.*deprecated")
+KV_BOTH = Pattern(
+    "kv-both-deprecated", ("kv_role='kv_both'", 'kv_role="kv_both"'), r"kv_both.*deprecated"
+)
 NIXL_MISSING = Pattern(
     "nixl-missing",
     (
@@ -143,19 +145,28 @@ def _two_ucx(evidence: Evidence) -> Iterator[Answer]:
     bound, failed = seen(evidence, BOUND_UCX), seen(evidence, BACKEND_ERROR)
     for leg in evidence.legs:
         copies = [
-            (set(_UCP.findall(c.output.replace("'", " ").replace(",", " "))), c) for c in leg.commands
+            (set(_UCP.findall(c.output.replace("'", " ").replace(",", " "))), c)
+            for c in leg.commands
         ]
-        two = next((c for paths, c in copies if len({p.rpartition("/")[0] for p in paths}) > 1), None)
+        two = next(
+            (c for paths, c in copies if len({p.rpartition("/")[0] for p in paths}) > 1), None
+        )
         hits = leg.hits.get(BOUND_UCX.name)
         foreign = [
-            path for path in (hits.values.get("path", {}) if hits else ()) if not re.search(r"nixl", path)
+            path
+            for path in (hits.values.get("path", {}) if hits else ())
+            if not re.search(r"nixl", path)
         ]
         if not two and not (foreign and failed):
             continue
         yield Finding(
             leg.name,
             "certain" if two else "likely",
-            (*((two.excerpt,) if two else ()), *(bound.excerpts[:1] if foreign else ()), *failed.excerpts[:1]),
+            (
+                *((two.excerpt,) if two else ()),
+                *(bound.excerpts[:1] if foreign else ()),
+                *failed.excerpts[:1],
+            ),
             "Two copies of UCX meet in one process: the one in the NIXL wheel and the system's, "
             "which MPI, HPC-X or LD_LIBRARY_PATH brings in. Registration or the first transfer "
             "then fails with NIXL_ERR_BACKEND.",
@@ -196,7 +207,11 @@ def _dead_variable(evidence: Evidence) -> Iterator[Answer]:
         yield Finding(
             leg.name,
             "certain",
-            (*env, *(unknown.excerpts[:1] if told else ()), *((release[1],) if release and not told else ())),
+            (
+                *env,
+                *(unknown.excerpts[:1] if told else ()),
+                *((release[1],) if release and not told else ()),
+            ),
             f"{DEAD_VARIABLE} no longer exists: the time moved to kv_lease_duration (prefill, 30 s "
             "and 20 s per heartbeat) and decoder_kv_blocks_ttl (decode, 480 s) in "
             "kv_connector_extra_config. The engine uses those defaults and blocks expire early.",
@@ -217,7 +232,11 @@ def _policy(evidence: Evidence) -> Iterator[Answer]:
     yield Finding(
         shown.leg,
         "likely",
-        (*failing.excerpts[:1], *recovered.excerpts[:1], *((transfer.excerpt,) if transfer and unstated else ())),
+        (
+            *failing.excerpts[:1],
+            *recovered.excerpts[:1],
+            *((transfer.excerpt,) if transfer and unstated else ()),
+        ),
         (
             "Transfers fail, and kv_load_failure_policy is not stated: its default was recompute "
             "before vLLM 0.17 (failures were invisible, decode got slower) and is fail since "
@@ -320,7 +339,9 @@ def _too_old(evidence: Evidence) -> Iterator[Answer]:
             )
 
 
-def _check(number_: int, title: str, severity: str, slug: str, run: object, **more: object) -> Check:
+def _check(
+    number_: int, title: str, severity: str, slug: str, run: object, **more: object
+) -> Check:
     return Check(  # type: ignore[arg-type]
         f"PD65{number_:02}", title, Category.VERSION_SKEW, severity, slug, run, **more
     )
