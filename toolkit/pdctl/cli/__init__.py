@@ -16,6 +16,9 @@ COMMANDS = {
     "logs": "Print a leg's log.",
     "verify": "Prove that a turn's KV really comes back from decode.",
     "demo": "Hold one conversation with bidirectional transfer on and off, side by side.",
+    "bench": "Measure what bidirectional transfer is worth, off against on.",
+    "report": "Show what a benchmark run found, and whether its evidence carries it.",
+    "tune": "Recommend recompute_threshold and decode_ttl from measurements.",
     "down": "Stop a deployment.",
     "canary": "Make the small test model whose answers show one wrong KV block.",
 }
