@@ -350,7 +350,7 @@ def _same_outputs(run: Run, one: str, other: str) -> Check:
     if exact:
         if equal == len(pairs):
             return Check(name, True, f"all {equal} answers equal")
-        before, after = next(pair for pair in pairs if pair[0].answer != pair[1].answer)
+        after = next(two for one, two in pairs if one.answer != two.answer)
         return Check(
             name,
             False,

@@ -21,7 +21,7 @@ from pdctl.bench.environment import environment
 from pdctl.bench.load import Budget, ErrorBudgetSpent, Loader, Site, Stretch
 from pdctl.bench.records import SCHEMA, Block, Row, RunFolder, load_run
 from pdctl.bench.tokens import EngineTokenizer, EstimatingTokenizer, LocalTokenizer, Tokenizer
-from pdctl.bench.workload import Workload
+from pdctl.bench.workload import Conversation, Workload
 from pdctl.errors import PdctlError
 from pdctl.plan import Deployment, plan
 from pdctl.spec import Spec
@@ -177,6 +177,7 @@ class Runner:
         self._seen_lines: dict[str, int] = {}
         self._exact = True
         self._said_at = 0.0
+        self._warm: set[str] = set()
 
     def go(self, settings: dict[str, Any]) -> None:
         """Run what is not yet done.
@@ -220,6 +221,7 @@ class Runner:
             if fresh:
                 self._starts.append(time.monotonic() - begin)
                 self._seen_lines.clear()
+                self._warm.clear()
             if not described:
                 self._out.write_environment(environment(site.engines))
                 described = True
@@ -227,7 +229,8 @@ class Runner:
             self._exact = tokenizer.exact
             if fresh and self._options.age:
                 self._age(site, tokenizer, arm)
-            self._stretch(arm, repeat, site, tokenizer, warm=fresh or arm.route is not None)
+            self._warm_up(arm, repeat, site, tokenizer)
+            self._stretch(arm, repeat, site, tokenizer)
             left = self._left(todo[place + 1 :])
             self._say(
                 f"{arm.name}: repeat {repeat} of {self._options.repeats} done"
@@ -242,10 +245,6 @@ class Runner:
         seed = f"{options.seed}-{repeat}"
         salt = f"{seed}-{arm.name}" if options.salt else None
         stretch = Stretch(arm.name, repeat, seed, salt, options.endpoint, False, per_turn)
-        if warm:
-            warm_seed = f"{seed}-{uuid.uuid4().hex[:6]}"
-            warming = Stretch(arm.name, repeat, warm_seed, salt, options.endpoint, True)
-            self._offer(site, tokenizer, warming, options.workload.warmup)
         before = self._await(engines.all_counters(self._client, site.engines))
         started_at = time.time()
         self._offer(site, tokenizer, stretch, options.workload.conversations)

@@ -188,7 +188,14 @@ def _lengths(text: str) -> tuple[int, ...]:
 def _arms(asked: Asked) -> list[Arm]:
     if asked.arms is None and asked.attach:
         return [Arm("as-it-runs")]
-    return arms_named(asked.arms or "off,on")
+    arms = arms_named(asked.arms or "off,on")
+    if asked.attach and any(arm.route is None for arm in arms):
+        raise PdctlError(
+            "--attach leaves the engines as they are: on and off need a restart; leave --arms out "
+            "or compare routes",
+            2,
+        )
+    return arms
 
 
 def _ages(asked: Asked, loaded: Loaded | None) -> bool:

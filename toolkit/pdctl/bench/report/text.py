@@ -35,10 +35,10 @@ def as_text(result: Result) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=150, highlight=False)
     console.print(_lengths(result))
+    samples = [c.ttft.n for g in result.by_length for c in g.cells.values() if c.ttft]
     console.print(
-        "medians of "
-        f"{max((c.ttft.n for g in result.by_length for c in g.cells.values() if c.ttft), default=0)}"
-        f"; ratio: {result.base} over the arm, with its 95 % interval by bootstrap"
+        f"medians of {max(samples, default=0)}; ratio: {result.base} over the arm, with its 95 % "
+        "interval by bootstrap"
     )
     for notice in result.notices:
         console.print(f"NOTE: {notice}")
