@@ -238,7 +238,21 @@ class Runner:
             )
         return "complete"
 
-    def _stretch(self, arm: Arm, repeat: int, site: Site, tokenizer: Tokenizer, warm: bool) -> None:
+    def _warm_up(self, arm: Arm, repeat: int, site: Site, tokenizer: Tokenizer) -> None:
+        """All of it once per arm and start, since the first of everything is slow; later only
+        what a restarted router needs."""
+        conversations = self._options.workload.warmup
+        if arm.name in self._warm:
+            if arm.route is None:
+                return
+            first = conversations[0]
+            conversations = (Conversation(first.id, first.turns[:2]),)
+        self._warm.add(arm.name)
+        seed = f"warm-{uuid.uuid4().hex[:10]}"
+        stretch = Stretch(arm.name, repeat, seed, seed, self._options.endpoint, True)
+        self._offer(site, tokenizer, stretch, conversations)
+
+    def _stretch(self, arm: Arm, repeat: int, site: Site, tokenizer: Tokenizer) -> None:
         options = self._options
         begin = time.monotonic()
         per_turn = options.workload.load.concurrency == 1 and bool(site.engines)

@@ -16,22 +16,23 @@ SHARPNESS = 4.0
 
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; may be called more than once."""
-    from vllm.model_executor import model_loader
+    from vllm.model_executor import model_loader  # noqa: PLC0415
 
     if LOAD_FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
         model_loader.register_model_loader(LOAD_FORMAT)(_loader())
 
 
 def _loader() -> Any:
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: PLC0415
 
     class RandomWeightsLoader(BaseModelLoader):
         def download_model(self, model_config: Any) -> None:
             pass
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            has_qk_norm = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
-            for name, parameter in model.named_parameters():
+            parameters = dict(model.named_parameters())
+            has_qk_norm = any(name.endswith("q_norm.weight") for name in parameters)
+            for name, parameter in parameters.items():
                 fill(name, parameter.data, has_qk_norm)
 
     return RandomWeightsLoader
@@ -39,7 +40,7 @@ def _loader() -> Any:
 
 def fill(name: str, tensor: Any, has_qk_norm: bool) -> None:
     """Draw one parameter."""
-    import torch
+    import torch  # noqa: PLC0415
 
     if tensor.dim() < 2:
         bias = name.endswith("bias")
