@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,7 +123,8 @@ class Loader:
 
     async def _converse(self, conversation: Conversation) -> None:
         stretch = self._stretch
-        name = f"bench-{stretch.salt or stretch.seed}-{stretch.arm}-{conversation.id}"
+        # Never one that a router knows from an earlier run.
+        name = f"bench-{uuid.uuid4().hex}"
         talk = _Talk(self._tokenizer, f"{stretch.seed}/{conversation.id}", stretch.seed)
         ended: float | None = None
         for number, plan in enumerate(conversation.turns, 1):
@@ -137,7 +139,7 @@ class Loader:
                 self._target(number),
                 prompt,
                 plan.answer_tokens,
-                f"{name}",
+                name,
                 stretch.salt,
             )
             ended = time.time()
