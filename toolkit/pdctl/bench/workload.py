@@ -10,7 +10,7 @@ from pdctl.errors import PdctlError
 
 DEFAULT_LENGTHS: tuple[int, ...] = (2048, 4096, 8192, 12288, 16384, 20480, 24576)
 """Prompt tokens of the article's sweep, 2k to 24k."""
-QUICK_LENGTHS: tuple[int, ...] = (1024, 2048, 4096, 6144)
+QUICK_LENGTHS: tuple[int, ...] = (1024, 2048, 3072, 4096, 5120, 6144)
 
 Shape = Literal["grow", "second"]
 MARGIN_TOKENS = 24

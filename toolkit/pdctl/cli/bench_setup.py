@@ -37,7 +37,7 @@ from pdctl.spec import Loaded
 KEY_VARIABLE = "PDCTL_API_KEY"
 """Environment variable with the bearer token for the URL, if it wants one."""
 
-_QUICK_ANSWER, _QUICK_REPEATS = 24, 3
+_QUICK_ANSWER, _QUICK_REPEATS = 16, 3
 _ANSWER, _REPEATS = 32, 5
 
 

@@ -13,7 +13,13 @@ from pdctl.bench.report.article import FIGURES, Reported
 from pdctl.bench.stats import Estimate, Summary, median_interval, ratio, summary
 
 POSTING_SHARE = 0.5
-"""Of a read's time: spent posting descriptors, the read is bound by them, not by the link."""
+MANY_DESCRIPTORS = 500
+"""A read that spends this share of its time posting this many descriptors is bound by them, not
+by the link. Few descriptors posted slowly mean that posting itself copies, as between processes
+of one host without a GPU."""
+
+NEAR = 0.2
+"""A measured prompt length stands beside one of the article's when it differs by less."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +249,13 @@ def _decode_cost(run: Run, arm: str) -> DecodeCost:
 def _beside(groups: list[Group], base: str, reader: str) -> list[Beside]:
     found = []
     for reported in FIGURES:
-        near = [group for group in groups if group.tokens and base in group.cells]
+        near = [
+            group
+            for group in groups
+            if group.tokens
+            and base in group.cells
+            and abs(group.tokens - reported.tokens) <= NEAR * reported.tokens
+        ]
         group = min(near, key=lambda g: abs((g.tokens or 0) - reported.tokens), default=None)
         if group is None or reader not in group.cells:
             found.append(Beside(reported, None, None, None, None))
@@ -277,7 +289,7 @@ def _notices(rows: list[Row]) -> list[str]:
     descriptors = summary([float(row.read_descriptors or 0) for row in like])
     size = summary([(row.read_bytes or 0) / (row.read_descriptors or 1) / 1024 for row in like])
     assert share and descriptors and size
-    if share.median < POSTING_SHARE:
+    if share.median < POSTING_SHARE or descriptors.median < MANY_DESCRIPTORS:
         return []
     return [
         f"Reads are bound by descriptors, not by the link: posting {descriptors.median:.0f} of "

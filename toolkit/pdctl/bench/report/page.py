@@ -151,6 +151,12 @@ def _point(group: Group, arm: str) -> Point:
     )
 
 
+def _turn_point(group: Group, arm: str) -> Point:
+    ttft = group.cells[arm].ttft
+    assert ttft is not None
+    return Point(float(group.tokens or 0), ttft.median, label=str(group.tokens))
+
+
 def _prefill(result: Result) -> str:
     groups, names = [], set()
     for group in result.by_length:
@@ -246,13 +252,7 @@ def _turns(result: Result) -> str:
         Line(
             arm,
             _color(result, arm),
-            [
-                Point(
-                    float(group.tokens or 0), group.cells[arm].ttft.median, label=f"{group.tokens}"
-                )  # type: ignore[union-attr]
-                for group in result.by_turn
-                if _has(group, arm)
-            ],
+            [_turn_point(group, arm) for group in result.by_turn if _has(group, arm)],
         )
         for arm in result.arms
     ]
