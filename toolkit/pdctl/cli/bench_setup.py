@@ -110,12 +110,14 @@ def run_own_client(asked: Asked, folder: Path, progress: Progress) -> None:
         salt=not asked.no_salt,
         tokenizer=asked.tokenizer,
         command=shlex.join(["pdctl", *sys.argv[1:]]),
-        extra=_about_spec(loaded),
+        extra=about_spec(loaded),
     )
     settings = _settings(asked, out, options, loaded)
     place: Place = UrlPlace(targets, _engine_urls(asked))
     if loaded is not None and asked.spec is not None:
-        place = _deployment(asked, loaded, asked.spec.parent, progress)
+        place = deployment_place(
+            loaded, asked.spec.parent, asked.timeout, progress, asked.attach, asked.keep
+        )
     try:
         Runner(options, place, out, progress.say).go(settings)
     except ConnectionError as error:
@@ -204,7 +206,7 @@ def _ages(asked: Asked, loaded: Loaded | None) -> bool:
     return loaded is not None and loaded.spec.engine.device == "cuda"
 
 
-def _about_spec(loaded: Loaded | None) -> dict[str, Any]:
+def about_spec(loaded: Loaded | None) -> dict[str, Any]:
     """What the evidence and the report need of the spec."""
     if loaded is None:
         return {}
@@ -265,19 +267,26 @@ def _engine_urls(asked: Asked) -> list[EngineLeg]:
     ]
 
 
-def _deployment(asked: Asked, loaded: Loaded, base: Path, progress: Progress) -> DeploymentPlace:
+def deployment_place(
+    loaded: Loaded, base: Path, timeout: float, progress: Progress, attach: bool, keep: bool
+) -> DeploymentPlace:
+    """The spec's deployment on this machine.
+
+    Raises:
+        PdctlError: it runs already, or, to attach to, does not (exit code 2).
+    """
     name = loaded.spec.name
     state = DeploymentState(name)
     runs = any(status.pid for status in leg_statuses(state))
-    if runs and not asked.attach:
+    if runs and not attach:
         raise PdctlError(
             f"{name} is up already: run 'pdctl down {name}' first, or --attach to use it", 2
         )
-    if asked.attach and not runs:
+    if attach and not runs:
         raise PdctlError(f"{name} is not up: run 'pdctl up' first, or leave --attach out", 2)
 
     def up(deployment: Deployment) -> None:
-        bring_up(deployment, asked.timeout, progress.say, progress.watch)
+        bring_up(deployment, timeout, progress.say, progress.watch)
 
     def down() -> None:
         take_down(state, 20.0, progress.say)
@@ -288,8 +297,8 @@ def _deployment(asked: Asked, loaded: Loaded, base: Path, progress: Progress) ->
         except OSError:
             return ""
 
-    stays = asked.attach or asked.keep
-    return DeploymentPlace(loaded.spec, base, up, leg_log, None if stays else down, asked.attach)
+    stays = attach or keep
+    return DeploymentPlace(loaded.spec, base, up, leg_log, None if stays else down, attach)
 
 
 def run_other_client(asked: Asked, folder: Path, say: Say) -> None:
