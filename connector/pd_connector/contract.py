@@ -151,6 +151,13 @@ ENGINE_GENERATION_TOKENS = "vllm:generation_tokens_total"
 HIGH_WATER_KEY = "pd_pinned_high_water"
 """In kv_connector_extra_config: the share of the KV cache in use above which decode lets finished
 turns go."""
+ENGINE_NIXL_SECONDS = "vllm:nixl_xfer_time_seconds_sum"
+ENGINE_NIXL_POST_SECONDS = "vllm:nixl_post_time_seconds_sum"
+ENGINE_NIXL_DESCRIPTORS = "vllm:nixl_num_descriptors_sum"
+ENGINE_TTFT_SECONDS = "vllm:time_to_first_token_seconds_sum"
+ENGINE_REQUEST_SECONDS = "vllm:e2e_request_latency_seconds_sum"
+ENGINE_CACHE_INFO = "vllm:cache_config_info"
+"""Its labels hold ``block_size`` (tokens) and ``num_gpu_blocks``."""
 
 # How the plugin and the connector are named to vLLM.
 PLUGIN_NAME = "pd_connector"
