@@ -12,7 +12,7 @@ from pdctl.errors import PdctlError
 from pdctl.launch.processes import MARK, find
 from pdctl.launch.state import DeploymentState, LegRecord
 from pdctl.plan import Leg
-from pdctl.render import render_leg
+from pdctl.render import leg_files
 
 
 def new_record(leg: Leg, bidirectional: bool) -> LegRecord:
@@ -27,7 +27,7 @@ def start(state: DeploymentState, leg: Leg, record: LegRecord) -> None:
         PdctlError: the log or the record cannot be written.
     """
     try:
-        state.write(record, render_leg(leg))
+        state.write(record, leg_files(leg))
         run_script(state, record, _secret(state))
     except OSError as error:
         raise PdctlError(f"{leg.name}: cannot be started: {error}") from None

@@ -241,6 +241,18 @@ class Role(LegSettings):
     legs: list[Leg] = Field(min_length=1, max_length=512)
 
 
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class Rates(Section):
+    """Milliseconds per token, for the choice of routes; null is learned from the turns."""
+
+    prefill: Rate | None = Field(None, description="Computed by a prefill leg.")
+    append: Rate | None = Field(None, description="Computed by a decode leg.")
+    readback: Rate | None = Field(None, description="Read back, decode to prefill.")
+    handover: Rate | None = Field(None, description="Moved prefill to decode.")
+
+
 class Router(Section):
     host: Host = Field("127.0.0.1", description="Address to listen on.")
     port: Port = 8000
@@ -254,6 +266,37 @@ class Router(Section):
         default_factory=list,
         description="Further request headers that name a conversation.",
     )
+    tenant_header: str | None = Field(
+        None,
+        pattern=HEADER,
+        description="Request header that names the tenant; its Authorization when left out.",
+    )
+    reuse_proof: Literal["auto", "connector", "tokens", "messages", "off"] = Field(
+        "auto",
+        description="What shows that a prompt starts with the tokens decode holds. connector: "
+        "the engine compares; tokens: the router compares token ids; messages: equal messages "
+        "are trusted; off: no reuse; auto: connector with pdctl, tokens with stock.",
+    )
+    route: Literal["auto", "recompute", "readback", "append"] = Field(
+        "auto",
+        description="How a turn gets its KV: prefill computes all, prefill reads decode's "
+        "blocks, or decode alone; auto: the fastest within the bounds below.",
+    )
+    append_max_tokens: int = Field(
+        2048,
+        ge=0,
+        le=MOST,
+        strict=True,
+        description="Most tokens of a prompt that decode computes on the append route.",
+    )
+    max_decode_stall_ms: float = Field(
+        200.0,
+        ge=0,
+        le=MOST,
+        description="Longest time, in ms, that an append may take from running streams.",
+    )
+    rates: Rates = Field(default_factory=Rates)
+    max_handles: Count = Field(100_000, description="Most handles that are held at once.")
     python: str | None = Field(
         None, min_length=1, description="Python that has pd_router; the engine's when left out."
     )
@@ -304,7 +347,13 @@ class Observability(Section):
     otlp_endpoint: str | None = Field(
         None,
         pattern=URL,
-        description="OpenTelemetry collector for the engines' own spans.",
+        description="OpenTelemetry collector for the spans of router and engines.",
+    )
+    otlp_protocol: Literal["grpc", "http/protobuf"] = Field(
+        "grpc", description="How spans travel to it (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL)."
+    )
+    conversation_ids: bool = Field(
+        False, description="Spans tell conversation ids in clear, not their hashes alone."
     )
     nixl_log_level: Literal["TRACE", "DEBUG", "INFO", "WARN", "ERROR"] | None = Field(
         None, description="NIXL_LOG_LEVEL; DEBUG shows the rails LIBFABRIC opens."

@@ -138,6 +138,13 @@ def _transfer(spec: Spec) -> Iterator[Broken]:
             "kv_transfer.mode: the pdctl connector pulls; push needs connector: stock",
             also=(("kv_transfer", "connector"),),
         )
+    if kv.connector == "stock" and spec.router.reuse_proof == "connector":
+        yield Broken(
+            ("router", "reuse_proof"),
+            "router.reuse_proof: the stock connector compares no tokens; say tokens, or "
+            "kv_transfer.connector: pdctl",
+            also=(("kv_transfer", "connector"),),
+        )
     if kv.connector == "stock" and kv.load_failure_policy == "recompute":
         yield Broken(
             ("kv_transfer", "load_failure_policy"),
