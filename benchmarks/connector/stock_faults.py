@@ -24,6 +24,7 @@ from tests.e2e.conftest import CANARY, PDCTL, Deployment
 from pd_connector import contract
 from pdctl.conversation import user_text
 
+BPE = CANARY.with_name("canary-bpe")
 DECODE_TTL = 20
 HANGS = 15.0
 """Seconds without an answer that count as hanging: a turn takes one or two."""
@@ -39,6 +40,8 @@ def main() -> int:
         os.environ["VLLM_PLUGINS"] = "none"
     if not (CANARY / "config.json").is_file():
         subprocess.run([str(PDCTL), "canary", str(CANARY)], check=True)
+    if not (BPE / "config.json").is_file():
+        subprocess.run([str(PDCTL), "canary", "--tokenizer", "bpe", str(BPE)], check=True)
     with tempfile.TemporaryDirectory() as folder:
         deployment = Deployment(Path(folder))
         deployment.client.timeout = httpx.Timeout(HANGS)
@@ -54,7 +57,8 @@ def run(deployment: Deployment, connector: str) -> None:
     kv |= {"connector": connector, "decode_ttl": f"{DECODE_TTL}s"}
     deployment.spec["router"]["handle_ttl"] = f"{DECODE_TTL - 1}s"
     for changes, faults in STAGES:
-        kv |= {key: value for key, value in changes.items() if key != "prefill_bidir"}
+        kv |= {key: value for key, value in changes.items() if key in kv}
+        deployment.spec["model"]["id"] = changes.get("model", str(CANARY))
         deployment.write()
         up(deployment, changes.get("prefill_bidir", "on"))
         for name, fault in faults:
@@ -248,6 +252,17 @@ def handle_to_the_unwilling(deployment: Deployment) -> str:
     return with_handle(deployment, *finished(deployment, "unwilling"))
 
 
+def honest_with_bpe(deployment: Deployment) -> str:
+    """Generated text is split into other tokens than it was generated as."""
+    history = user_text("drift", 800)
+    answer, _, handle = legs.turn(deployment, history, tokens=32)
+    prompt = history + answer + " and then?"
+    text, _, _ = legs.turn(deployment, prompt, handle, 32)
+    expected = legs.plain(deployment, prompt, 32)
+    same = sum(a == b for a, b in zip(text, expected, strict=False))
+    return f"{same} of {len(expected)} characters right"
+
+
 SMUGGLED = {"vllm_xargs": {contract.KV_TRANSFER_PARAMS: "boom"}}
 READS = {contract.DO_REMOTE_PREFILL: True}
 BOOM = {
@@ -318,7 +333,11 @@ STAGES: list[tuple[dict[str, Any], list[tuple[str, Fault]]]] = [
         [("decode restarted under its old engine id", same_engine_id_again)],
     ),
     (
-        {"engine_id": "{deployment}-{leg}-{nonce}", "prefill_bidir": "off"},
+        {"engine_id": "{deployment}-{leg}-{nonce}", "model": str(BPE)},
+        [("honest second turn, BPE tokenizer", honest_with_bpe)],
+    ),
+    (
+        {"prefill_bidir": "off"},
         [
             (
                 "handle to a prefill with bidirectional off",
