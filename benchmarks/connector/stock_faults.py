@@ -30,12 +30,17 @@ HANGS = 15.0
 """Seconds without an answer that count as hanging: a turn takes one or two."""
 
 Fault = Callable[[Deployment], str]
+Row = tuple[str, Fault] | tuple[str, Fault, str]
+"""Name, fault, and the leg it needs if it does not need both."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("connector", choices=["stock", "pdctl"])
-    connector = parser.parse_args().connector
+    every = range(1, len(STAGES) + 1)
+    parser.add_argument("--stages", type=int, nargs="+", default=every, help=f"of {len(STAGES)}")
+    arguments = parser.parse_args()
+    connector = arguments.connector
     if connector == "stock":
         os.environ["VLLM_PLUGINS"] = "none"
     if not (CANARY / "config.json").is_file():
@@ -46,49 +51,51 @@ def main() -> int:
         deployment = Deployment(Path(folder))
         deployment.client.timeout = httpx.Timeout(HANGS)
         try:
-            run(deployment, connector)
+            run(deployment, connector, list(arguments.stages))
         finally:
             deployment.pdctl("down", deployment.name, "--grace", "5", ok=False)
     return 0
 
 
-def run(deployment: Deployment, connector: str) -> None:
+def run(deployment: Deployment, connector: str, wanted: list[int]) -> None:
     kv = deployment.spec["kv_transfer"]
     kv |= {"connector": connector, "decode_ttl": f"{DECODE_TTL}s"}
     deployment.spec["router"]["handle_ttl"] = f"{DECODE_TTL - 1}s"
-    for changes, faults in STAGES:
+    for number, (changes, faults) in enumerate(STAGES, 1):
         kv |= {key: value for key, value in changes.items() if key in kv}
         deployment.spec["model"]["id"] = changes.get("model", str(CANARY))
         deployment.write()
-        up(deployment, changes.get("prefill_bidir", "on"))
-        for name, fault in faults:
-            up(deployment, changes.get("prefill_bidir", "on"))
+        for name, fault, *needs in faults if number in wanted else ():
+            up(deployment, changes.get("prefill_bidir", "on"), needs or ["prefill", "decode"])
             begin = time.monotonic()
             try:
                 seen = fault(deployment)
             except Exception as error:
                 seen = f"({type(error).__name__}: {str(error).splitlines()[0]:.80})"
-            print(
-                f"{connector:<6} {name:<58} {seen}  [{time.monotonic() - begin:.0f} s]", flush=True
-            )
+            took = time.monotonic() - begin
+            print(f"{connector:<6} {name:<58} {seen}  [{took:.0f} s]", flush=True)
 
 
 OFF: list[subprocess.Popen[bytes]] = []
+SPECS: list[str] = []
 
 
-def up(deployment: Deployment, prefill_bidir: str) -> None:
-    """Both engines as the spec says; prefill perhaps with another bidirectional flag."""
+def up(deployment: Deployment, prefill_bidir: str, needs: list[str]) -> None:
+    """The engines that are needed as the spec says; prefill perhaps with another flag."""
     if OFF:
         return
-    if not all(healthy(deployment, url) for url in urls(deployment)):
-        # What was broken may look healthy to pdctl.
+    spec = deployment.spec_file.read_text()
+    broken = [n for n in needs if not healthy(deployment, getattr(deployment, f"{n}_url"))]
+    if [spec] == SPECS and not broken:
+        return
+    if [spec] == SPECS:
+        # What was broken may look healthy to pdctl; what another fault needs may be broken too.
         for leg in deployment.status().values():
             if leg["name"] != "router-0" and leg["pid"] and not healthy(deployment, leg["url"]):
                 os.killpg(leg["pid"], signal.SIGKILL)
         time.sleep(1)
-        deployment.pdctl("up", "SPEC", "--bidir", "on")
-    else:
-        deployment.pdctl("up", "SPEC", "--bidir", "on")
+    SPECS[:] = [spec]
+    deployment.pdctl("up", "SPEC", "--bidir", "on")
     if prefill_bidir == "on":
         return
     with tempfile.TemporaryDirectory() as scripts:
@@ -107,10 +114,6 @@ def up(deployment: Deployment, prefill_bidir: str) -> None:
         )
         while not healthy(deployment, deployment.prefill_url):
             time.sleep(1)
-
-
-def urls(deployment: Deployment) -> tuple[str, str]:
-    return deployment.prefill_url, deployment.decode_url
 
 
 def healthy(deployment: Deployment, url: str) -> bool:
@@ -304,7 +307,7 @@ def finished_alone(deployment: Deployment) -> tuple[str, dict[str, Any]]:
     return history + legs.text_of(done) + " go on", legs.params_of(done)
 
 
-STAGES: list[tuple[dict[str, Any], list[tuple[str, Fault]]]] = [
+STAGES: list[tuple[dict[str, Any], list[Row]]] = [
     (
         {},
         [
@@ -317,11 +320,23 @@ STAGES: list[tuple[dict[str, Any], list[tuple[str, Fault]]]] = [
             ("streamed answer of decode", stream_without_handle),
             ('{"foo": 1} to decode', unfreed),
             ("unknown rank on decode's side channel", garbage_on_side_channel),
-            ("do_remote_prefill without blocks to decode", payload("decode", READS)),
-            ('remote_num_tokens "boom" to prefill', payload("prefill", BOOM)),
-            ("parameters in vllm_xargs to prefill", payload("prefill", None, **SMUGGLED)),
-            ("do_remote_prefill in a refused request to decode", refused_for_another_reason),
-            ("do_remote_prefill without an address to decode", payload("decode", NO_ADDRESS)),
+            ("do_remote_prefill without blocks to decode", payload("decode", READS), "decode"),
+            ('remote_num_tokens "boom" to prefill', payload("prefill", BOOM), "prefill"),
+            (
+                "parameters in vllm_xargs to prefill",
+                payload("prefill", None, **SMUGGLED),
+                "prefill",
+            ),
+            (
+                "do_remote_prefill in a refused request to decode",
+                refused_for_another_reason,
+                "decode",
+            ),
+            (
+                "do_remote_prefill without an address to decode",
+                payload("decode", NO_ADDRESS),
+                "decode",
+            ),
         ],
     ),
     (
@@ -339,10 +354,7 @@ STAGES: list[tuple[dict[str, Any], list[tuple[str, Fault]]]] = [
     (
         {"prefill_bidir": "off"},
         [
-            (
-                "handle to a prefill with bidirectional off",
-                lambda d: with_handle(d, *finished(d, "m")),
-            )
+            ("handle to a prefill with bidirectional off", handle_to_the_unwilling),
         ],
     ),
 ]
