@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 0.05
+SECONDS = 0.2
 _MARK = "__pd_connector__"
 
 

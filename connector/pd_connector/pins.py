@@ -82,16 +82,13 @@ class Pins:
                 self._pending.add(ENGINE_PINS_ENDED, why)
                 if (sibling := _SIBLING.match(request)) is not None:
                     self._last_of.pop(sibling[1], None)
+        self._tell()
 
     def step(self) -> Commands | None:
         """What the workers are told with the step that is being built."""
-        held = self._leases.held()
-        if held[0]:
+        if self._leases.held()[0]:
             self._make_room()
-        if held != self._told:
-            self._told = held
-            self._pending.add(ENGINE_PINS, amount=held[0])
-            self._pending.add(ENGINE_PINNED_BLOCKS, amount=held[1])
+        self._tell()
         self._unplaced = None
         return self._leases.commands()
 
@@ -105,6 +102,12 @@ class Pins:
             "blocks": total,
             "high_water": self._high_water,
         }
+
+    def _tell(self) -> None:
+        if (held := self._leases.held()) != self._told:
+            self._told = held
+            self._pending.add(ENGINE_PINS, amount=held[0])
+            self._pending.add(ENGINE_PINNED_BLOCKS, amount=held[1])
 
     def _make_room(self) -> None:
         if self._pool is None:

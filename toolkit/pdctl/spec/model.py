@@ -139,7 +139,8 @@ class KvTransfer(Section):
         description="Fewer reusable tokens than this are recomputed, not read.",
     )
     decode_ttl: Duration = Field(
-        480.0, description="How long decode keeps a finished turn's blocks unless its lease is renewed."
+        480.0,
+        description="How long decode keeps a finished turn's blocks unless its lease is renewed.",
     )
     pinned_high_water: float = Field(
         0.8,
