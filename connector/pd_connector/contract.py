@@ -55,6 +55,8 @@ REMOTE_REQUEST_ID = "remote_request_id"
 REMOTE_HOST = "remote_host"
 REMOTE_PORT = "remote_port"
 REMOTE_NUM_TOKENS = "remote_num_tokens"
+REMOTE_EXPIRY = "remote_blocks_expiry_time"
+"""When decode frees the blocks, in seconds of the clock of decode's engine."""
 
 READ_MARGIN_SECONDS = 5.0
 """vLLM's prefill declines blocks with less time left than this
@@ -64,8 +66,9 @@ CLAIM_SECONDS = 30.0
 
 # Fields that pd_connector adds to a handle; stock vLLM ignores unknown keys.
 PD_TOKENS = "pd_tokens"
-"""On decode's handle: ``{"v": 1, "n": tokens, "digest": hex}``, a digest over the
-first ``n`` token ids of the finished turn. Prefill compares it with its prompt."""
+"""``{"v": 2, "n": tokens, "b": block size, "g": tokens per digest, "d": digests, "e": digest}``:
+which tokens the handle's blocks hold (:mod:`pd_connector.proof`). Prefill compares them with its
+prompt, decode with its own."""
 PD_REUSE = "pd_reuse"
 """On prefill's handle: ``{"outcome": Outcome, "tokens_read": tokens, "reason": text,
 "read_ms": milliseconds, "read_bytes": bytes}`` of the prompt; the last three may be missing."""
@@ -77,8 +80,9 @@ PD_PREVIOUS = "pd_previous"
 before. Decode frees that turn once this one's blocks are kept. Prefill's answer carries it; for a
 request that goes to decode alone the router sets it."""
 PD_SIGNATURE = "pd_sig"
-"""On a handle: signature of the leg that made it; prefill and decode refuse a handle whose
-signature does not hold."""
+"""Signature over a handle's fields but its deadline (:mod:`pd_connector.signature`)."""
+PD_EXPIRY_SIGNATURE = "pd_expiry_sig"
+"""Signature over a handle's deadline: a renewed lease gives :data:`REMOTE_EXPIRY` and this anew."""
 
 # HTTP paths that pd_connector adds to an engine; JSON, with a bearer token where it says so.
 ENGINE_SETTINGS_PATH = "/pd/settings"
@@ -154,9 +158,11 @@ LOG_STREAM_ACTIVE = "pd_connector: streamed answers carry kv_transfer_params"
 """Once per API server process of a disaggregated engine."""
 LOG_STREAM_INACTIVE = "pd_connector: streamed answers do not carry kv_transfer_params"
 """Followed by ``: <reason>``; vLLM is left unpatched."""
+LOG_CHECKS_INACTIVE = "pd_connector: kv_transfer_params of requests are not checked"
+"""Followed by ``: <reason>``."""
 LOG_CONNECTOR_ACTIVE = "pd_connector: connector active"
 """Followed by ``: role=... bidirectional=... kv_recompute_threshold=... (tokens)
-decoder_kv_blocks_ttl=... (seconds) kv_load_failure_policy=... readback=on|off``,
-once per engine core."""
+decoder_kv_blocks_ttl=... (seconds) kv_load_failure_policy=... readback=on|off signed=on|off
+backends=... block_size=... pdctl=... vllm=... nixl=...``, once per engine core."""
 LOG_READBACK_UNSUPPORTED = "pd_connector: readback is off on this leg"
 """Followed by ``: <reason>``; every prompt is recomputed with outcome ``disabled``."""

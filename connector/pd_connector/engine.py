@@ -41,7 +41,7 @@ def refused(decision: Decision, refusal: str) -> Decision:
         return decision
     by_reader = refusal in _GONE_BY_READER or refusal.startswith("unreachable")
     outcome = Outcome.FAILED if by_reader else Outcome.EXPIRED
-    return Decision(outcome, 0)
+    return Decision(outcome, reason=refusal)
 
 
 class EngineLeases:
@@ -53,13 +53,15 @@ class EngineLeases:
         engine_id: str,
         pending: Pending,
         block_sizes: Sequence[int | None],
+        answers_claims: bool,
     ) -> None:
+        """``answers_claims``: the side channel's listener asks :attr:`answers`."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         self._pending = pending
         self._declined = 0
         table = Leases()
         high_water = float(extra.get(HIGH_WATER_KEY, HIGH_WATER))
-        self.pins = Pins(table, pending, high_water, block_sizes)
+        self.pins = Pins(table, pending, high_water, block_sizes, answers_claims)
         self.spans = Spans(
             _export(vllm_config, engine_id),
             lambda lost: pending.add(ENGINE_SPANS_DROPPED, amount=lost),
@@ -147,8 +149,6 @@ class EngineLeases:
 
 def reason_of(prompt: Any) -> str:
     """Why a prompt has its outcome, in a few words; empty when the outcome says it all."""
-    if prompt.refusal:
-        return str(prompt.refusal)
     if prompt.expired:
         return "expired while it was read"
     return str(getattr(prompt.decision, "reason", "") or "")

@@ -210,7 +210,7 @@ ENGINE_DECLINED = Metric(
 ENGINE_REFUSED = Metric(
     "pd_engine_handles_refused_total",
     "counter",
-    "Handles refused: forged, altered, foreign, used, unsigned.",
+    "Handles refused: forged, altered, foreign, used, unsigned, malformed.",
     ("reason",),
 )
 ENGINE_REJECTED = Metric(

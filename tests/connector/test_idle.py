@@ -40,8 +40,8 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_it_sleeps_only_when_nothing_else_is_to_be_done(sleeps: list[Any]) -> None:
     cls = core_class()
-    assert idle.install(cls) is None
-    assert idle.install(cls) is None
+    assert idle.let_sleep(cls) is None
+    assert idle.let_sleep(cls) is None
 
     def steps(**changes: Any) -> int:
         core = cls()
@@ -66,7 +66,7 @@ def test_it_sleeps_only_when_nothing_else_is_to_be_done(sleeps: list[Any]) -> No
 
 def test_ranks_that_wait_for_each_other_step_as_they_are(sleeps: list[Any]) -> None:
     cls = core_class()
-    idle.install(cls)
+    idle.let_sleep(cls)
     rank = type("RankOfSeveral", (cls,), {})
     assert rank()._process_engine_step() is False
     assert sleeps == []
@@ -75,7 +75,7 @@ def test_ranks_that_wait_for_each_other_step_as_they_are(sleeps: list[Any]) -> N
 def test_input_ends_the_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "SECONDS", 60.0)
     cls = core_class()
-    idle.install(cls)
+    idle.let_sleep(cls)
     core = cls()
     asleep = threading.Thread(target=core._process_engine_step)
     asleep.start()
@@ -87,4 +87,4 @@ def test_input_ends_the_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_vllm_is_told_apart() -> None:
-    assert idle.install(type("Other", (), {})) == "Other has no _process_engine_step"
+    assert idle.let_sleep(type("Other", (), {})) == "Other has no _process_engine_step"

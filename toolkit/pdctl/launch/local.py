@@ -7,6 +7,7 @@ import subprocess
 import time
 import uuid
 
+from pd_connector.contract import SECRET_FILE_VARIABLE
 from pdctl.errors import PdctlError
 from pdctl.launch.processes import MARK, find
 from pdctl.launch.state import DeploymentState, LegRecord
@@ -34,11 +35,18 @@ def start(state: DeploymentState, leg: Leg, record: LegRecord) -> None:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=state.folder,
-                env={**os.environ, MARK: record.launch_id},
+                env=os.environ | _secret(state) | {MARK: record.launch_id},
                 start_new_session=True,
             )
     except OSError as error:
         raise PdctlError(f"{leg.name}: cannot be started: {error}") from None
+
+
+def _secret(state: DeploymentState) -> dict[str, str]:
+    """Where legs find the deployment's secret, unless the spec or the caller says where."""
+    if os.environ.get(SECRET_FILE_VARIABLE):
+        return {}
+    return {SECRET_FILE_VARIABLE: str(state.secret_file())}
 
 
 def check_addresses(legs: list[Leg], own: list[str]) -> None:

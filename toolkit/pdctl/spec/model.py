@@ -153,6 +153,13 @@ class KvTransfer(Section):
     load_failure_policy: Literal["auto", "recompute", "fail"] = Field(
         "auto", description="auto: recompute with the pdctl connector, fail with stock."
     )
+    secret_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the deployment's secret, the same on every node, with which legs "
+        "sign their handles. Left out: pdctl up makes one, scripts sign nothing unless "
+        "PD_SECRET_FILE is set.",
+    )
     engine_id: str = Field(
         "{deployment}-{leg}-{nonce}",
         description="Pattern of engine ids: {deployment}, {role}, {leg}, and {nonce}, "

@@ -75,6 +75,7 @@ def _paths(spec: Spec) -> Iterator[Broken]:
         (("engine", "venv"), spec.engine.venv),
         (("engine", "python"), spec.engine.python),
         (("router", "python"), spec.router.python),
+        (("kv_transfer", "secret_file"), spec.kv_transfer.secret_file),
     ]
     for where, path in paths:
         if path and re.match(r"~[^/]", path):
