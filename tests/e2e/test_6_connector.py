@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pd_connector import contract, telemetry
 from pd_connector.contract import Outcome
+from pd_connector.secret import lease_key
 from pdctl.conversation import user_text
 from tests.otlp import Receiver
 from tests.waiting import until
@@ -43,11 +44,7 @@ def pair(deployment: Deployment, receiver: Receiver) -> Iterator["Pair"]:
     spec["observability"] = {**spec["observability"], "otlp_endpoint": receiver.endpoint}
     spec["prefill"] = {**spec["prefill"], "prefix_caching": True}
     spec["kv_transfer"] = {**spec["kv_transfer"], "decode_ttl": "300s"}
-    env = {
-        **spec["engine"]["env"],
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        "VLLM_PLUGINS": "pd_connector",
-    }
+    env = {**spec["engine"]["env"], "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     args = {**spec["engine"]["extra_args"], "decode": ["--num-gpu-blocks-override", "96"]}
     spec["engine"] = {**spec["engine"], "env": env, "extra_args": args}
     deployment.write()
@@ -72,6 +69,8 @@ class Pair:
         self.deployment = deployment
         self.receiver = receiver
         self.client = httpx.Client(timeout=60, trust_env=False)
+        secret = deployment.folder / "state" / deployment.name / "secret"
+        self.key = {contract.LEASE_KEY_HEADER: lease_key(secret.read_bytes().strip())}
 
     def post(self, url: str, params: Any, prompt: str, tokens: int, **more: Any) -> httpx.Response:
         headers = more.pop("headers", {})
@@ -121,7 +120,8 @@ class Pair:
 
     def leases(self, **order: Any) -> dict[str, Any]:
         url = f"{self.deployment.decode_url}{contract.ENGINE_LEASES_PATH}"
-        response = self.client.post(url, json=order) if order else self.client.get(url)
+        method = "POST" if order else "GET"
+        response = self.client.request(method, url, json=order or None, headers=self.key)
         response.raise_for_status()
         body: dict[str, Any] = response.json()
         return body
@@ -264,6 +264,14 @@ def test_the_way_to_decode_is_told_too(pair: Pair) -> None:
     after = pair.metrics(pair.deployment.decode_url)
     told = after(name, direction="p2d") - before(name, direction="p2d")
     assert told == span.attributes["pd.bytes"] > 0
+
+
+def test_leases_are_for_who_has_the_key(pair: Pair) -> None:
+    turn = hit(pair)[1][contract.REMOTE_REQUEST_ID]
+    url = f"{pair.deployment.decode_url}{contract.ENGINE_LEASES_PATH}"
+    assert pair.client.get(url).status_code == 401
+    assert pair.client.post(url, json={"release": [turn]}).status_code == 401
+    assert turn in pinned(pair)
 
 
 def pinned(pair: Pair) -> set[str]:
