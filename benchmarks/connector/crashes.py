@@ -54,6 +54,7 @@ class Crashes:
         self.client = httpx.AsyncClient(timeout=QUICK, trust_env=False)
         self.cases: list[Case] = []
         self._made = 0
+        self.leaders = {leg: engines.pid(leg) for leg in ("prefill-0", "decode-0")}
 
     async def kept(self) -> list[Turn]:
         """Turns that decode keeps, each with the answer that prefill alone gives to the next."""
@@ -100,7 +101,7 @@ class Crashes:
         return []
 
     def blow(self, leg: str, number: int) -> None:
-        os.killpg(self.engines.pid(leg), number)
+        os.killpg(self.leaders[leg], number)
 
     async def healed(self, leg: str) -> None:
         done = await asyncio.to_thread(
@@ -108,6 +109,7 @@ class Crashes:
         )
         if done.returncode:
             raise SystemExit(f"{leg} did not start again:\n{done.stderr}")
+        self.leaders[leg] = self.engines.pid(leg)
 
     async def is_idle(self, url: str) -> bool:
         seen = await metrics(self.client, url)
@@ -128,10 +130,9 @@ class Crashes:
     async def prefill_dies_during_reads(self) -> None:
         case = Case("kill -9 prefill during reads")
         turns = await self.kept()
-        leader = self.engines.pid("prefill-0")
         reads = [asyncio.create_task(self.read(case, turn, may_break=True)) for turn in turns]
         await self.under_way()
-        os.killpg(leader, signal.SIGKILL)
+        self.blow("prefill-0", signal.SIGKILL)
         still = sum(turn["reading"] for turn in (await self.leases())["turns"])
         case.met = f"{still} reads under way"
         if not still:
@@ -146,10 +147,9 @@ class Crashes:
     async def decode_dies_during_reads(self) -> None:
         case = Case("kill -9 decode during reads")
         turns, later = await self.kept(), await self.kept()
-        leader = self.engines.pid("decode-0")
         reads = [asyncio.create_task(self.read(case, turn)) for turn in turns]
         met = await self.under_way()
-        os.killpg(leader, signal.SIGKILL)
+        self.blow("decode-0", signal.SIGKILL)
         case.met = f"{len(met)} reads under way"
         if not met:
             case.faults.append("no read was under way")

@@ -70,6 +70,7 @@ class Arm:
         self._kept = Kept(options.ttl)
         self.result = Result("leases" if leases else f"fixed, {options.ttl} s")
         self._client = httpx.AsyncClient(timeout=None, trust_env=False)
+        self._key = engines.key()
         self._stop_at = 0.0
 
     async def run(self) -> Result:
@@ -94,12 +95,10 @@ class Arm:
     async def _talk(self, waiting: "asyncio.Queue[int]") -> None:
         while not waiting.empty() and time.monotonic() < self._stop_at:
             number = waiting.get_nowait()
+            left = self._stop_at - time.monotonic()
             try:
-                async with asyncio.timeout_at(
-                    asyncio.get_running_loop().time() + self._stop_at - time.monotonic()
-                ):
-                    await self._conversation(number)
-            except TimeoutError:
+                await asyncio.wait_for(self._conversation(number), left)
+            except asyncio.TimeoutError:
                 return
             self.result.finished += 1
 
@@ -114,9 +113,8 @@ class Arm:
         if self._leases and handle is not None:
             url = f"{self._engines.decode}{contract.ENGINE_LEASES_PATH}"
             order = {"release": [handle[contract.REMOTE_REQUEST_ID]]}
-            (
-                await self._client.post(url, json=order, headers=self._engines.key())
-            ).raise_for_status()
+            answer = await self._client.post(url, json=order, headers=self._key)
+            answer.raise_for_status()
 
     async def _turn(
         self, prompt: str, handle: dict[str, Any] | None, tokens: int, number: int
@@ -156,9 +154,10 @@ class Arm:
 def row(result: Result) -> str:
     rate = 100 * result.hits / max(result.later_turns, 1)
     mean = sum(result.pinned) / max(len(result.pinned), 1)
+    most = max(result.pinned, default=0)
     return (
         f"{result.arm:<12} {result.finished:>9} {result.turns:>6} {result.seconds:>7.0f} "
-        f"{result.preemptions:>11} {rate:>7.1f}% {mean:>11.0%} {max(result.pinned, default=0):>6.0%} "
+        f"{result.preemptions:>11} {rate:>7.1f}% {mean:>11.0%} {most:>6.0%} "
         f"{max(result.usage, default=0):>6.0%} {quantile(result.turn_ms, 0.5):>8.0f} "
         f"{quantile(result.turn_ms, 0.95):>8.0f} {result.retried:>8}"
     )

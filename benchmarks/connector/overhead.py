@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rig import FRESH, Pair, complete, metrics, pair, text_of
+from rig import FRESH, Pair, complete, metrics, pair, text_of, until
 from tests.otlp import Receiver
 
 from pd_connector import contract
@@ -87,8 +87,12 @@ class Side:
 
     async def quiet(self) -> None:
         """Wait until decode keeps nothing."""
-        while (await metrics(self.client, self.engines.decode))("vllm:kv_cache_usage_perc"):
-            await asyncio.sleep(0.1)
+
+        async def empty() -> bool:
+            seen = await metrics(self.client, self.engines.decode)
+            return not seen("vllm:kv_cache_usage_perc")
+
+        await until("decode keeps nothing", empty)
 
 
 def trace() -> dict[str, Any]:
