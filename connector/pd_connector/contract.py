@@ -80,10 +80,7 @@ PD_PREVIOUS = "pd_previous"
 before. Decode frees that turn once this one's blocks are kept. Prefill's answer carries it; for a
 request that goes to decode alone the router sets it."""
 PD_SIGNATURE = "pd_sig"
-"""Signature over a handle's fields but its deadline (:mod:`pd_connector.signature`)."""
-PD_EXPIRY_SIGNATURE = "pd_expiry_sig"
-"""Signature over a handle's deadline: a renewed lease gives :data:`REMOTE_EXPIRY` and this anew."""
-
+"""Signature of a handle by the leg that made it (:mod:`pd_connector.signature`)."""
 # HTTP paths that pd_connector adds to an engine; JSON, with a bearer token where it says so.
 ENGINE_SETTINGS_PATH = "/pd/settings"
 """GET: the effective settings of the leg, read only (also tells provider and rails)."""

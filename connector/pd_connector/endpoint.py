@@ -17,8 +17,9 @@ from pd_connector.control import ask, order_key, signed
 ANSWER_SECONDS = 5.0
 MOST_TURNS = 10_000
 """Turns of one request."""
-LARGEST_PIECE = 40_000
-"""Bytes of an order that one message carries, at most; the side channel takes 64 KiB."""
+LARGEST_PIECE = 1_000_000
+"""Bytes of an order that one message carries, at most; the side channel takes four
+times as much."""
 LONGEST_ID = 1024
 
 

@@ -11,7 +11,7 @@ from pd_connector.control import Answers, ask, claim_of, order_key
 from pd_connector.counters import Pending
 from pd_connector.leases import Claim, Leases
 from pd_connector.pins import COMMANDS, HIGH_WATER, READ_SECONDS, Pins
-from pd_connector.readback import Decision, tokens_held
+from pd_connector.readback import Decision
 from pd_connector.reads import Reading, Reads
 from pd_connector.telemetry import (
     ENGINE_DECISIONS,
@@ -32,7 +32,7 @@ from pd_connector.tracing import Export, Spans, now, otlp_export
 
 logger = init_logger("vllm.pd_connector.leases")
 
-_GONE_BY_READER = ("read", "claimed")
+_GONE_BY_READER = ("read", "claimed", "used")
 
 
 def refused(decision: Decision, refusal: str) -> Decision:
@@ -40,8 +40,7 @@ def refused(decision: Decision, refusal: str) -> Decision:
     if not refusal or not decision.tokens:
         return decision
     by_reader = refusal in _GONE_BY_READER or refusal.startswith("unreachable")
-    outcome = Outcome.FAILED if by_reader else Outcome.EXPIRED
-    return Decision(outcome, reason=refusal)
+    return Decision(Outcome.FAILED if by_reader else Outcome.EXPIRED, reason=refusal)
 
 
 class EngineLeases:
@@ -53,15 +52,13 @@ class EngineLeases:
         engine_id: str,
         pending: Pending,
         block_sizes: Sequence[int | None],
-        answers_claims: bool,
     ) -> None:
-        """``answers_claims``: the side channel's listener asks :attr:`answers`."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         self._pending = pending
         self._declined = 0
         table = Leases()
         high_water = float(extra.get(HIGH_WATER_KEY, HIGH_WATER))
-        self.pins = Pins(table, pending, high_water, block_sizes, answers_claims)
+        self.pins = Pins(table, pending, high_water, block_sizes)
         self.spans = Spans(
             _export(vllm_config, engine_id),
             lambda lost: pending.add(ENGINE_SPANS_DROPPED, amount=lost),
@@ -108,7 +105,7 @@ class EngineLeases:
             self.reads.drop(request.request_id)
             return
         outcome: Outcome = prompt.outcome
-        asked = tokens_held(request.kv_transfer_params)
+        asked = prompt.offered
         computed = min(request.num_computed_tokens, request.num_prompt_tokens)
         computed = max(0, computed - prompt.tokens_read - prompt.local_tokens)
         self._pending.add(ENGINE_DECISIONS, outcome.value)
@@ -149,6 +146,8 @@ class EngineLeases:
 
 def reason_of(prompt: Any) -> str:
     """Why a prompt has its outcome, in a few words; empty when the outcome says it all."""
+    if prompt.refusal:
+        return str(prompt.refusal)
     if prompt.expired:
         return "expired while it was read"
     return str(getattr(prompt.decision, "reason", "") or "")

@@ -1,6 +1,6 @@
 """What a vLLM request tells about the tokens of its prompt: seed, features, proof."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pd_connector.contract import PD_TOKENS
@@ -18,22 +18,38 @@ class Identity:
         self._block_size = block_size
         self._key = key
 
-    def proof(self, request: Any, tokens: int, whole_only: bool = False) -> dict[str, Any]:
+    def proof(self, request: Any, tokens: int) -> dict[str, Any]:
         """The proof field over a request's first ``tokens`` tokens."""
+        return self._make(request, request.all_token_ids[:tokens], False)
+
+    def prompt_proof(
+        self, request: Any, tokens: int, prompt_ids: Sequence[int] | None
+    ) -> dict[str, Any]:
+        """The proof field over all of a prompt but what is past ``tokens``."""
+        ids = prompt_ids or request.prompt_token_ids or ()
+        return self._make(request, ids[:tokens], True)
+
+    def _make(self, request: Any, ids: Sequence[int], whole_only: bool) -> dict[str, Any]:
+        tokens = len(ids)
         seed = self._seed(request)
         if seed is None:
             return unprovable(tokens, self._block_size)
         features = [item for item in _features(request) if item[0] < tokens]
-        ids = request.all_token_ids[:tokens]
         return make_proof(seed, ids, self._block_size, features, whole_only)
 
-    def proven(self, request: Any, handle: Mapping[str, Any], tokens: int) -> int:
+    def proven(
+        self,
+        request: Any,
+        handle: Mapping[str, Any],
+        tokens: int,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> int:
         """How many first tokens of a request's prompt are proven to be the handle's, which
-        holds ``tokens``; 0 of a leg that proves nothing."""
+        holds ``tokens``; 0 of a leg that proves nothing. ``prompt_ids``: the prompt's, packed."""
         seed = self._seed(request)
         if seed is None:
             return 0
-        ids = request.prompt_token_ids
+        ids = prompt_ids or request.prompt_token_ids
         features = [item for item in _features(request) if item[0] < tokens]
         return tokens_proven(handle.get(PD_TOKENS), tokens, seed, ids, features)
 

@@ -36,10 +36,7 @@ class Pins:
         pending: Pending,
         high_water: float,
         block_sizes: Sequence[int | None],
-        answers_claims: bool = True,
     ) -> None:
-        """Without ``answers_claims`` no reader can be known of: turns end as vLLM ends them."""
-        self._answers_claims = answers_claims
         self._leases = leases
         self._pending = pending
         self._high_water = high_water
@@ -78,8 +75,6 @@ class Pins:
     ) -> None:
         """A turn's blocks are kept; ``asked`` and ``answer`` are its kv_transfer_params."""
         self._leases.pin(turn, {b for group in blocks for b in group}, tokens, deadline)
-        if not self._answers_claims:
-            return
         answer[PD_LEASE] = {"v": 1}
         before = [asked.get(PD_PREVIOUS), self._sibling_before(turn)]
         self._leases.release([t for t in before if isinstance(t, str) and t != turn], "successor")
@@ -119,7 +114,7 @@ class Pins:
             self._pending.add(ENGINE_PINNED_BLOCKS, amount=held[1])
 
     def _make_room(self) -> None:
-        if self._pool is None or not self._answers_claims:
+        if self._pool is None:
             return
         total, free = self._pool.num_gpu_blocks, self._pool.get_num_free_blocks()
         short = int(total * (1 - self._high_water)) - free

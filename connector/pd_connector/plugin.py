@@ -25,7 +25,8 @@ _MARK = "__pd_connector__"
 _RESULTS = "result_generator"
 
 # vLLM loads general plugins in every process; these serve no HTTP.
-_ENGINE_PROCESSES = ("EngineCore", "VllmWorker")
+_ENGINE_CORE = "EngineCore"
+_WORKER = "VllmWorker"
 
 _announced = False
 
@@ -35,9 +36,12 @@ def register() -> None:
     from vllm.logger import init_logger  # noqa: PLC0415
 
     logger = init_logger("vllm.pd_connector.plugin")
-    if multiprocessing.current_process().name.startswith(_ENGINE_PROCESSES):
+    process = multiprocessing.current_process().name
+    if process.startswith((_ENGINE_CORE, _WORKER)):
+        # An engine core may have its only worker in its own process.
         _try(logger, "pd_connector: workers tell no settings", workers.install)
-        _try(logger, "pd_connector: an idle engine with kept turns uses a core", idle.install)
+        if process.startswith(_ENGINE_CORE):
+            _try(logger, "pd_connector: an idle engine with pinned turns uses a core", idle.install)
         return
     make_own_key()
     _try(logger, LOG_STREAM_INACTIVE, lambda: _install(logger))

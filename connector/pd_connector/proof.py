@@ -22,7 +22,7 @@ import base64
 import json
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -35,7 +35,18 @@ Feature = tuple[int, int, str]
 """A multimodal item of a prompt: first token, length in tokens, content hash."""
 
 _NO_FEATURES: tuple[Feature, ...] = ()
-_NO_ITEMS = bytes(4)
+
+
+def packed(token_ids: Iterable[int]) -> Sequence[int]:
+    """Token ids in the form that digests are made of, for those that are compared again.
+
+    Unchanged when one of them is outside uint32: such ids prove nothing.
+    """
+    ids = list(token_ids)
+    try:
+        return array("I", ids)
+    except OverflowError:
+        return ids
 
 
 def proof_seed(
@@ -146,7 +157,8 @@ def _digests(
     whole = len(ids) // stride * stride
     for start in range(0, whole, stride):
         state.update(view[start : start + stride])
-        state.update(_features_bytes(features, start, start + stride))
+        if features:
+            state.update(_features_bytes(features, start, start + stride))
         yield state.copy().digest()
     state.update(view[whole:])
     state.update(_features_bytes(features, whole, len(ids)))
@@ -155,12 +167,12 @@ def _digests(
 
 
 def _features_bytes(features: Sequence[Feature], start: int, end: int) -> bytes:
-    """The items that begin in a stretch of tokens, their length first."""
+    """The items that begin in a stretch of tokens; nothing for none.
+
+    No tokens can stand for them: the first four bytes are an id beyond every vocabulary.
+    """
     here = [feature for feature in features if start <= feature[0] < end]
-    if not here:
-        return _NO_ITEMS
-    text = json.dumps(here, separators=(",", ":")).encode()
-    return len(text).to_bytes(4, "little") + text
+    return b"item" + json.dumps(here, separators=(",", ":")).encode() if here else b""
 
 
 def _decoded(text: object) -> bytes:

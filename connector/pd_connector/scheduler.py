@@ -1,8 +1,6 @@
 """Scheduler side of the connector: each prompt's readback is decided once, proven
 before it is asked for, and accounted for on the answer."""
 
-import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
@@ -10,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 )
 from vllm.logger import init_logger
 
+from pd_connector.admit import Gate
 from pd_connector.contract import (
     DO_REMOTE_DECODE,
     DO_REMOTE_PREFILL,
@@ -24,15 +23,10 @@ from pd_connector.contract import (
 )
 from pd_connector.counters import Pending
 from pd_connector.engine import EngineLeases, refused, reuse_of
-from pd_connector.handshake import PARAMETERS, serve_handshakes
 from pd_connector.identity import Identity
-from pd_connector.kvcache import (
-    clippable_block_sizes,
-    only_full_attention,
-    why_not_read_back,
-)
-from pd_connector.params import ParamsError, check_params
-from pd_connector.proof import block_size_of
+from pd_connector.kvcache import clippable_block_sizes, only_full_attention, why_not_read_back
+from pd_connector.prompt import Prompt
+from pd_connector.proof import block_size_of, packed
 from pd_connector.readback import (
     Decision,
     blocks_of_tokens,
@@ -40,50 +34,17 @@ from pd_connector.readback import (
     settled_tokens,
     tokens_held,
 )
-from pd_connector.reads import Reading
 from pd_connector.seams import (
     BLOCKS_PROCESSED,
     UnsupportedVllmError,
     handle_keys,
-    handshake_parameters,
     missing_attributes,
 )
 from pd_connector.secret import PROOFS, derived_key, load_secret
 from pd_connector.settings import announce
-from pd_connector.signature import Signer, UsedHandles
-from pd_connector.telemetry import ENGINE_REFUSED
+from pd_connector.sidechannel import serve_side_channel
 
 logger = init_logger("vllm.pd_connector.scheduler")
-
-LEAST_MEMORY_SECONDS = 3600.0
-"""How long at least a used handle is remembered."""
-_ANSWERS_CLAIMS = handshake_parameters(NixlPullConnectorScheduler) == PARAMETERS
-"""Whether the side channel's listener can be ours."""
-
-
-@dataclass
-class Prompt:
-    """One prompt's way through the prefill leg."""
-
-    request: Any
-    decision: Decision | None = None
-    refused: str = ""
-    """Why its handle was not taken."""
-    proven: int | None = None
-    """Tokens of the handle that are proven to be the prompt's, once they were compared."""
-    local_tokens: int = 0
-    """Tokens in the leg's own prefix cache when the readback was decided."""
-    settled: bool = False
-    """Blocks were allocated on the decision: it is not taken again."""
-    reading: int = 0
-    """Tokens being read."""
-    tokens_read: int = 0
-    arrived: int = field(default_factory=time.time_ns)
-    refusal: str = ""
-    """Why decode did not let the handle be read."""
-    read: Reading | None = None
-    expired: bool = False
-    outcome: Outcome = Outcome.MISS
 
 
 class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
@@ -94,38 +55,28 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if missing := missing_attributes(self):
             raise UnsupportedVllmError(missing)
         secret = load_secret()
-        self._signer = Signer(secret) if secret else None
-        self._identity = Identity(
-            vllm_config.model_config,
-            self.block_size,
-            derived_key(secret, PROOFS) if secret else b"",
-        )
-        self._handle_keys = handle_keys(NixlPullConnectorScheduler)
+        key = derived_key(secret, PROOFS) if secret else b""
+        self._identity = Identity(vllm_config.model_config, self.block_size, key)
         self._block_sizes = clippable_block_sizes(kv_cache_config)
         self._clips = only_full_attention(kv_cache_config)
         self.pending = Pending()
-        self.leases = EngineLeases(
-            vllm_config, engine_id, self.pending, self._block_sizes, _ANSWERS_CLAIMS
-        )
+        keys = handle_keys(NixlPullConnectorScheduler)
+        self._gate = Gate(secret, keys, self.decoder_kv_blocks_ttl, self.pending)
+        self.leases = EngineLeases(vllm_config, engine_id, self.pending, self._block_sizes)
         self._prompts: dict[str, Prompt] = {}
         self._unlike_prefill: dict[str, bool] = {}
-        self._used = UsedHandles(max(LEAST_MEMORY_SECONDS, 2 * self.decoder_kv_blocks_ttl))
         self._reads_back = bool(self.is_bidirectional_kv_xfer_enabled)
         if self._reads_back and (reason := why_not_read_back(self, kv_cache_config)):
             self._reads_back = False
             logger.warning("%s: %s", LOG_READBACK_UNSUPPORTED, reason)
-        announce(logger, vllm_config, self._reads_back, self._signer is not None)
-
-    if _ANSWERS_CLAIMS:
-
-        def _nixl_handshake_listener(
-            self, encoded_data: Any, ready_event: Any, stop_event: Any, host: str, port: int
-        ) -> None:
-            answer = self.leases.answers.answer
-            serve_handshakes(encoded_data, ready_event, stop_event, host, port, answer)
+        announce(logger, vllm_config, self._reads_back, self._gate.signs)
 
     def on_new_request(self, request: Any) -> None:
-        self._admit(request)
+        refusal = self._gate.admit(request)
+        if refusal and (request.kv_transfer_params or {}).get(DO_REMOTE_DECODE):
+            self._prompts[request.request_id] = Prompt(
+                request, refusal=refusal, settled=True, outcome=Outcome.FAILED
+            )
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -144,7 +95,9 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return matched
         if not params.get(DO_REMOTE_DECODE):
             return 0, False
-        prompt = self._prompt_of(request)
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            prompt = self._prompts[request.request_id] = Prompt(request)
         if prompt.settled or params.get(BLOCKS_PROCESSED):
             # Asked again after a failed read or a preemption. No second read will be
             # issued, so a request that waits for one would wait for ever.
@@ -174,7 +127,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             # know the request, and its deadline would never come.
             self._reqs_in_batch.add(request.request_id)
         if params and params.get(DO_REMOTE_PREFILL):
-            self._used.add(params, time.monotonic())
+            self._gate.use(params)
         if num_external_tokens:
             self.leases.reads.start(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -196,8 +149,15 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             read = self.leases.reads.over(request_id)
             if prompt := self._prompts.get(request_id):
                 prompt.read = read
-                self._account(prompt)
+                prompt.account()
         self.leases.pins.freed(connector_output.finished_sending or ())
+
+    def _nixl_handshake_listener(
+        self, encoded_data: Any, ready_event: Any, stop_event: Any, host: str, port: int
+    ) -> None:
+        serve_side_channel(
+            encoded_data, ready_event, stop_event, host, port, self.leases.answers.answer
+        )
 
     @property
     def may_sleep(self) -> bool:
@@ -214,11 +174,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._unlike_prefill.pop(request.request_id, None)
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is not None:
-            self.leases.prompt_finished(prompt)
-            held, answer = super().request_finished(request, block_ids)
-            if answer is not None:
-                self._finish_prompt(prompt, answer)
-            return held, answer
+            return self._prompt_finished(prompt, block_ids)
         tokens = settled_tokens(
             computed=request.num_computed_tokens,
             in_flight=getattr(request, "num_in_flight_tokens", 0),
@@ -240,75 +196,42 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             tokens,
             self._reqs_need_send[request.request_id],
         )
-        self._sign(answer)
+        self._gate.sign(answer)
         return held, answer
 
-    def _finish_prompt(self, prompt: Prompt, answer: dict[str, Any]) -> None:
-        tokens = min(answer.get(REMOTE_NUM_TOKENS) or 0, prompt.request.num_prompt_tokens)
-        answer[PD_TOKENS] = self._identity.proof(prompt.request, tokens, whole_only=True)
-        self._sign(answer)
+    def _prompt_finished(
+        self, prompt: Prompt, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Prefill's handle holds the prompt alone, also if it was asked for more tokens."""
+        request = prompt.request
+        self.leases.prompt_finished(prompt)
+        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        block_ids = blocks_of_tokens(block_ids, self._block_sizes, tokens)
+        held, answer = super().request_finished(request, block_ids)
+        if answer is None:
+            return held, None
+        if held:
+            answer[REMOTE_NUM_TOKENS] = tokens
+            answer[PD_TOKENS] = self._identity.prompt_proof(request, tokens, prompt.ids)
+            self._gate.sign(answer)
         answer[PD_REUSE] = reuse_of(prompt)
-        if previous := prompt.request.kv_transfer_params.get(REMOTE_REQUEST_ID):
+        if previous := request.kv_transfer_params.get(REMOTE_REQUEST_ID):
             answer[PD_PREVIOUS] = previous
-
-    def _sign(self, answer: dict[str, Any]) -> None:
-        if self._signer is not None:
-            answer.update(self._signer.signed(answer))
-
-    def _admit(self, request: Any) -> None:
-        """Take from a request what must not be acted on; it is answered without it."""
-        params = request.kv_transfer_params
-        if not params:
-            return
-        try:
-            check_params(params, self._handle_keys)
-        except ParamsError as error:
-            request.kv_transfer_params = None
-            self._refused(request, "malformed", str(error))
-            return
-        if self._signer is None or not params.get(REMOTE_BLOCK_IDS):
-            return
-        if refusal := self._signer.refusal(params):
-            self._disarm(request, refusal)
-
-    def _disarm(self, request: Any, reason: str) -> None:
-        """Forget the handle of a request. Nobody is told: it may name another's blocks."""
-        self._refused(request, reason, "its handle is not taken")
-        prefills = bool(request.kv_transfer_params.get(DO_REMOTE_DECODE))
-        request.kv_transfer_params = {
-            DO_REMOTE_PREFILL: False,
-            DO_REMOTE_DECODE: prefills,
-            BLOCKS_PROCESSED: True,
-        }
-        if prefills:
-            prompt = self._prompt_of(request)
-            prompt.outcome = Outcome.FAILED
-            prompt.decision = Decision(Outcome.FAILED, reason=f"handle refused: {reason}")
-            prompt.settled = True
-
-    def _refused(self, request: Any, reason: str, text: str) -> None:
-        self.pending.add(ENGINE_REFUSED, reason)
-        logger.warning("pd_connector: request %s: %s (%s)", request.request_id, text, reason)
-
-    def _prompt_of(self, request: Any) -> Prompt:
-        prompt = self._prompts.get(request.request_id)
-        if prompt is None:
-            prompt = self._prompts[request.request_id] = Prompt(request)
-        return prompt
+        return held, answer
 
     def _decide(self, prompt: Prompt) -> Decision:
-        handle = prompt.request.kv_transfer_params
-        if not prompt.refused and tokens_held(handle) and handle in self._used:
-            prompt.refused = "used"
-            self._refused(prompt.request, "used", "its handle was read before")
-        if prompt.refused:
-            return Decision(Outcome.FAILED, reason=f"handle refused: {prompt.refused}")
+        request = prompt.request
+        handle = request.kv_transfer_params
+        prompt.offered = tokens_held(handle)
+        if prompt.offered and not prompt.refusal and self._gate.was_used(handle):
+            prompt.refusal = self._gate.refused(request, "used", "its handle was read before")
+            return Decision(Outcome.FAILED)
         if self._reads_back and (reason := self._why_not_readable(handle)):
             return Decision(Outcome.DISABLED, reason=reason)
 
         def proven() -> int:
             if prompt.proven is None:
-                prompt.proven = self._proven(prompt.request, handle)
+                prompt.proven = self._proven(prompt)
             return prompt.proven
 
         return decide(
@@ -325,10 +248,11 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return ""
         return f"blocks of {size} tokens cannot be read into blocks of {self.block_size}"
 
-    def _proven(self, request: Any, handle: dict[str, Any]) -> int:
-        """Tokens of a handle that can be read for a request: all, or whole blocks."""
-        held = tokens_held(handle)
-        proven = self._identity.proven(request, handle, held)
+    def _proven(self, prompt: Prompt) -> int:
+        """Tokens of a handle that can be read for a prompt: all, or whole blocks."""
+        request, held = prompt.request, prompt.offered
+        prompt.ids = packed(request.prompt_token_ids or ())
+        proven = self._identity.proven(request, request.kv_transfer_params, held, prompt.ids)
         if proven == held:
             return held
         return proven // self.block_size * self.block_size if self._clips else 0
@@ -340,13 +264,13 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             decision = Decision(Outcome.LOCAL_HIT)
         prompt.outcome = decision.outcome
         prompt.reading = num_external_tokens
+        handle = prompt.request.kv_transfer_params
         if not num_external_tokens and decision.releases_handle:
             self.leases.reads.forget_claim(prompt.request.request_id)
-        handle = prompt.request.kv_transfer_params
         if decision.tokens:
             self._clip(handle, decision.kept)
         if decision.tokens or decision.releases_handle:
-            self._used.add(handle, time.monotonic())
+            self._gate.use(handle)
         else:
             handle[BLOCKS_PROCESSED] = True
 
@@ -357,46 +281,23 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if tokens < tokens_held(handle) and size is not None:
             handle[REMOTE_BLOCK_IDS] = blocks_of_tokens(groups, [size] * len(groups), tokens)
 
-    def _account(self, prompt: Prompt) -> None:
-        """A read ended. The scheduler has already taken back what failed to load."""
-        loaded = prompt.request.num_computed_tokens - prompt.local_tokens
-        prompt.tokens_read = max(0, min(prompt.reading, loaded))
-        if prompt.tokens_read < prompt.reading:
-            prompt.outcome = Outcome.EXPIRED if prompt.expired else Outcome.FAILED
-            _correct_counters(prompt)
-
     def _is_unlike_prefills(self, request: Any) -> bool:
-        """Whether prefill's blocks hold another prompt than this one, as far as prefill says,
-        or were read before."""
+        """Whether prefill's blocks were read before, or hold another prompt, as far as prefill
+        says which."""
         known = self._unlike_prefill.get(request.request_id)
-        if known is not None:
-            return known
+        if known is None:
+            known = self._unlike_prefill[request.request_id] = self._compare(request)
+        return known
+
+    def _compare(self, request: Any) -> bool:
         handle = request.kv_transfer_params
-        unlike = False
-        if handle in self._used:
-            self._disarm(request, "used")
-            unlike = True
-        elif PD_TOKENS in handle:
-            held = tokens_held(handle)
-            needed = self._get_remote_prefill_token_count(request.num_prompt_tokens)
-            unlike = self._identity.proven(request, handle, held) < needed
-            if unlike:
-                self._refused(request, "history_changed", "prefill computed another prompt")
-        self._unlike_prefill[request.request_id] = unlike
-        return unlike
-
-
-def _correct_counters(prompt: Prompt) -> None:
-    """Take back from vLLM's prompt token counters what never came.
-
-    vLLM counts a prompt's tokens by source when it asks for the read and counts them
-    again only if nothing of the prompt is left.
-    """
-    request = prompt.request
-    stats = getattr(request, "prefill_stats", None)
-    if stats is not None:
-        stats.set(
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_local_cached_tokens=prompt.local_tokens,
-            num_external_cached_tokens=prompt.tokens_read,
-        )
+        if self._gate.was_used(handle):
+            self._gate.disarm(request, "used")
+            return True
+        if PD_TOKENS not in handle:
+            return False
+        needed = self._get_remote_prefill_token_count(request.num_prompt_tokens)
+        if self._identity.proven(request, handle, tokens_held(handle)) >= needed:
+            return False
+        self._gate.refused(request, "another_prompt", "prefill computed another prompt")
+        return True

@@ -11,11 +11,15 @@ _SCHEDULER_METHODS = {
     "request_finished": ("request", "block_ids"),
     "on_new_request": ("request",),
     "_get_remote_prefill_token_count": ("num_prompt_tokens",),
+    "_nixl_handshake_listener": ("encoded_data", "ready_event", "stop_event", "host", "port"),
 }
 _WORKER_METHODS = {
     "_read_blocks_for_req": ("req_id", "meta"),
     "_is_turn2_read_expired": ("meta",),
     "_handle_failed_transfer": ("req_id", "handle"),
+    "_pop_done_transfers": ("transfers",),
+    "start_load_kv": ("metadata",),
+    "get_finished": (),
 }
 SCHEDULER_ATTRIBUTES = (
     "is_bidirectional_kv_xfer_enabled",
@@ -70,15 +74,6 @@ def handle_keys(scheduler: Any) -> frozenset[str]:
         words = constant if isinstance(constant, tuple) else (constant,)
         names.update(word for word in words if isinstance(word, str) and _FIELD.fullmatch(word))
     return frozenset(names)
-
-
-def handshake_parameters(scheduler: Any) -> tuple[str, ...]:
-    """The parameters of vLLM's handshake listener, () when it has none that is known."""
-    listener: Any = getattr(scheduler, "_nixl_handshake_listener", None)
-    code = getattr(listener, "__code__", None)
-    if code is None or not {"recv_multipart", "send_multipart"} <= set(code.co_names):
-        return ()
-    return tuple(inspect.signature(listener).parameters)
 
 
 def _missing_methods(cls: Any, methods: dict[str, tuple[str, ...]]) -> list[str]:

@@ -1,12 +1,11 @@
 """Signed handles: a leg takes only what a leg of its own deployment has made, and each once.
 
 A handle is signed with a key of the deployment's secret (:mod:`pd_connector.secret`), so that
-nobody else can name blocks to be read. The deadline has a signature of its own, because a
-renewed lease moves it.
+nobody else can name blocks to be read.
 
-What single use means: a leg remembers the handles it has read, so the same leg never reads one
-twice. Several prefill legs do not tell each other; there decode's rule holds, that the first read
-frees the blocks, and the router's, that it hands a handle out once.
+What single use means: decode grants a turn to one reader (:mod:`pd_connector.claims`), whichever
+prefill leg asks. Beside that every leg remembers the handles that it has read, which also covers
+those that decode reads and those of a decode leg that grants nothing.
 """
 
 import base64
@@ -19,7 +18,6 @@ from typing import Any, Literal
 from pd_connector.contract import (
     DO_REMOTE_DECODE,
     DO_REMOTE_PREFILL,
-    PD_EXPIRY_SIGNATURE,
     PD_LEASE,
     PD_SIGNATURE,
     PD_TOKENS,
@@ -44,6 +42,7 @@ SIGNED = (
     REMOTE_HOST,
     REMOTE_PORT,
     REMOTE_NUM_TOKENS,
+    REMOTE_EXPIRY,
     "tp_size",
     "dcp_size",
     "pp_size",
@@ -68,48 +67,27 @@ class Signer:
         self._key = derived_key(secret, HANDLES)
         self._key_id = derived_key(self._key, b"key id").hex()[:8]
 
-    def signed(self, handle: Mapping[str, Any]) -> dict[str, Any]:
-        """The handle with its signatures."""
-        return {
-            **handle,
-            PD_SIGNATURE: self._sign(_fields(handle)),
-            PD_EXPIRY_SIGNATURE: self.sign_expiry(
-                handle.get(REMOTE_ENGINE_ID),
-                handle.get(REMOTE_REQUEST_ID),
-                handle.get(REMOTE_EXPIRY),
-            ),
-        }
-
-    def sign_expiry(self, engine_id: Any, request_id: Any, expiry: float | None) -> str:
-        """The signature of a handle's deadline, for :data:`PD_EXPIRY_SIGNATURE`."""
-        return self._sign(["expiry", engine_id, request_id, _number(expiry)])
+    def sign(self, handle: Mapping[str, Any]) -> str:
+        """The signature of a handle, for :data:`PD_SIGNATURE`."""
+        return f"{VERSION}.{self._key_id}.{self._mac(handle)}"
 
     def refusal(self, handle: Mapping[str, Any]) -> Refusal | None:
         """Why the handle is not one of this deployment's, None when it is."""
-        return self._check(handle.get(PD_SIGNATURE), _fields(handle)) or self._check(
-            handle.get(PD_EXPIRY_SIGNATURE),
-            [
-                "expiry",
-                handle.get(REMOTE_ENGINE_ID),
-                handle.get(REMOTE_REQUEST_ID),
-                _number(handle.get(REMOTE_EXPIRY)),
-            ],
-        )
-
-    def _sign(self, fields: list[Any]) -> str:
-        return f"{VERSION}.{self._key_id}.{self._mac(fields)}"
-
-    def _check(self, signature: object, fields: list[Any]) -> Refusal | None:
+        signature = handle.get(PD_SIGNATURE)
         if signature is None:
             return "unsigned"
-        parts = signature.split(".") if isinstance(signature, str) else []
-        if len(parts) != 3 or parts[0] != VERSION or not signature.isascii():  # type: ignore[attr-defined]
+        if not isinstance(signature, str) or not signature.isascii():
             return "forged"
-        if parts[1] != self._key_id:
+        version, _, rest = signature.partition(".")
+        key_id, _, mac = rest.partition(".")
+        if version != VERSION or not mac:
+            return "forged"
+        if key_id != self._key_id:
             return "foreign"
-        return None if hmac.compare_digest(parts[2], self._mac(fields)) else "altered"
+        return None if hmac.compare_digest(mac, self._mac(handle)) else "altered"
 
-    def _mac(self, fields: list[Any]) -> str:
+    def _mac(self, handle: Mapping[str, Any]) -> str:
+        fields = [_canonical(handle.get(field)) for field in SIGNED]
         text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
         return base64.urlsafe_b64encode(hmac.digest(self._key, text, "sha256")[:16]).decode()
 
@@ -141,10 +119,6 @@ def _name(handle: Mapping[str, Any]) -> tuple[Any, Any]:
     return handle.get(REMOTE_ENGINE_ID), handle.get(REMOTE_REQUEST_ID)
 
 
-def _fields(handle: Mapping[str, Any]) -> list[Any]:
-    return ["handle", *(handle.get(field) for field in SIGNED)]
-
-
-def _number(value: Any) -> Any:
-    """A JSON writer may drop the fraction of a whole number."""
-    return float(value) if isinstance(value, int) else value
+def _canonical(value: Any) -> Any:
+    """A JSON writer on the way may drop the fraction of a whole number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

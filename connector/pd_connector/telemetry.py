@@ -210,7 +210,8 @@ ENGINE_DECLINED = Metric(
 ENGINE_REFUSED = Metric(
     "pd_engine_handles_refused_total",
     "counter",
-    "Handles refused: forged, altered, foreign, used, unsigned, malformed.",
+    "Handles refused: unsigned, forged, foreign (another deployment's), altered, used, malformed, "
+    "another_prompt (prefill computed another prompt than decode was asked).",
     ("reason",),
 )
 ENGINE_REJECTED = Metric(

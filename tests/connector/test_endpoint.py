@@ -83,6 +83,7 @@ def test_many_turns_go_in_several_messages(engine: Engine, monkeypatch: pytest.M
         return engine.ask(host, port, body, seconds)
 
     monkeypatch.setattr(endpoint, "ask", ask)
+    monkeypatch.setattr(endpoint, "LARGEST_PIECE", 40_000)
     many = [f"chatcmpl-{number:032x}" for number in range(2000)]
     order = {"release": [*many, "turn-1"], "renew": {"turn-0": 900}}
     body = client().post(ENGINE_LEASES_PATH, headers=KEY, json=order).json()

@@ -103,6 +103,7 @@ def test_what_is_kept_is_told_also_by_the_last_step(engine: Engine) -> None:
     engine.pins.step()
     pins, blocks = telemetry.ENGINE_PINS.name, telemetry.ENGINE_PINNED_BLOCKS.name
     assert engine.pending.take() == [(pins, (), 1), (blocks, (), 2)]
+    engine.leases.claim("a", "reader")
     engine.pins.freed(["a"])
     ended = (telemetry.ENGINE_PINS_ENDED.name, ("read",), 1)
     assert engine.pending.take() == [ended, (pins, (), 0), (blocks, (), 0)]
