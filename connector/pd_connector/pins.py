@@ -84,8 +84,9 @@ class Pins:
         for request in requests:
             if (why := self._leases.ended(request)) is not None:
                 self._pending.add(ENGINE_PINS_ENDED, why)
-                if (sibling := _SIBLING.match(request)) is not None:
-                    self._last_of.pop(sibling[1], None)
+                sibling = _SIBLING.match(request)
+                if sibling is not None and self._last_of.get(sibling[1]) == request:
+                    del self._last_of[sibling[1]]
         self._tell()
 
     def step(self) -> Commands | None:

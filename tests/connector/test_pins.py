@@ -71,6 +71,15 @@ def test_of_several_answers_the_last_is_kept(engine: Engine) -> None:
     assert engine.released() == {"0_cmpl-x", "2_cmpl-x"}
 
 
+def test_the_last_of_several_answers_may_come_late(engine: Engine) -> None:
+    engine.finish("0_cmpl-x", 1)
+    engine.finish("1_cmpl-x", 2)
+    assert engine.released() == {"0_cmpl-x"}
+    engine.pins.freed(["0_cmpl-x"])
+    engine.finish("2_cmpl-x", 3)
+    assert engine.released() == {"1_cmpl-x"}
+
+
 def test_turns_let_go_above_the_mark(engine: Engine) -> None:
     engine.finish("a", *range(40))
     engine.finish("b", *range(40, 79))
