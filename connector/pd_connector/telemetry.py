@@ -48,6 +48,9 @@ TRANSFER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 TRANSFER_BYTES = tuple(float(2**power) for power in range(16, 37, 2))
 DESCRIPTORS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
+EXEMPLAR_TRACE_ID = "trace_id"
+"""Label of an exemplar that holds its trace's id; the router puts one on TTFT and prefill."""
+
 PROMPT_BANDS = (2048, 4096, 8192, 16384, 24576, 32768)
 """Upper bounds, in tokens, of the values of a label ``prompt``; the last value is ``inf``."""
 TURN_BANDS = ("1", "2", "3-4", "5-8", "9+")
@@ -99,6 +102,13 @@ ROUTER_PREFILL = Metric(
     "Seconds from the prefill request to its answer, retries included.",
     ("leg", "outcome", "prompt"),
     SECONDS,
+)
+ROUTER_READBACK = Metric(
+    "pd_router_readback_seconds",
+    "histogram",
+    "Seconds of the D->P read within a prefill, as prefill told them.",
+    ("leg", "prompt"),
+    TRANSFER_SECONDS,
 )
 ROUTER_HANDLES_STORED = Metric(
     "pd_router_handles_stored_total", "counter", "Handles kept for a next turn."
