@@ -63,7 +63,8 @@ class _Expanded:
         self.budget: int | None = None
 
     def read(self, size: int = -1, /) -> bytes:
-        data = self._gzip.read(size)
+        # Not read(): that loses what it has when the stream breaks off.
+        data = self._gzip.read1(size)
         self._count += len(data)
         if self._count > _FREE_BYTES and self._count > _MOST_RATIO * self._packed.count:
             raise OSError(

@@ -22,14 +22,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from pdctl.doctor.evidence.archive import Entry, Refused, open_tar, unzipped
 from pdctl.doctor.evidence.config import parse_config
 from pdctl.doctor.evidence.facts import Capture, Command, Evidence, LegEvidence
 from pdctl.doctor.evidence.metrics import parse_metrics
 from pdctl.doctor.evidence.scan import Scanner
-from pdctl.doctor.evidence.small import parse_commands, parse_env, parse_settings, parse_versions
+from pdctl.doctor.evidence.small import (
+    load_yaml,
+    parse_commands,
+    parse_env,
+    parse_settings,
+    parse_versions,
+)
 from pdctl.doctor.evidence.text import printable
 from pdctl.doctor.model import DEPLOYMENT, Pattern
 from pdctl.errors import PdctlError
@@ -190,16 +194,16 @@ class _Bundle:
 
     def _spec(self, text: str) -> Spec | None:
         try:
-            return Spec.model_validate(yaml.safe_load(text))
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            return Spec.model_validate(load_yaml(text))
+        except ValueError as error:
             reason = str(error).partition("\n")[0]
             self.gaps.append(f"deployment/spec.yaml cannot be used: {reason}")
             return None
 
     def _read_head(self, text: str) -> None:
         try:
-            head = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError):
+            head = load_yaml(text)
+        except ValueError:
             self.gaps.append("bundle.yaml is not YAML; roles are taken from the legs' names")
             return
         if not isinstance(head, dict):

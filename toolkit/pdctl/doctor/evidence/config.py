@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
+from pdctl.doctor.evidence.small import load_yaml
 
 LONGEST = 1 << 18
 MOST_VALUES = 5_000
@@ -86,8 +86,8 @@ def _document(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         try:
-            value = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError):
+            value = load_yaml(text)
+        except ValueError:
             return None
     if not isinstance(value, dict):
         return None
@@ -152,7 +152,7 @@ def _unquoted(text: str) -> str:
 
 def _scalar(text: str) -> Any:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = load_yaml(text)
+    except ValueError:
         return text
     return value if isinstance(value, bool | int | float) else text

@@ -7,8 +7,27 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import yaml
+
 _VARIABLE = re.compile(r"^(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)$")
 _VERSION = re.compile(r"^\s*([A-Za-z][\w.+-]*?)\s*(?:==|@|:|=|\s)\s*(\S.*?)\s*$")
+
+
+_MOST_BRACKETS = 5_000
+
+
+def load_yaml(text: str) -> Any:
+    """YAML from anybody.
+
+    Raises:
+        ValueError: it is none, or nested beyond reason.
+    """
+    if text.count("[") + text.count("{") > _MOST_BRACKETS:
+        raise ValueError("nested beyond reason")
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error).partition("\n")[0] or type(error).__name__) from None
 
 
 def parse_env(text: str) -> dict[str, str]:
