@@ -105,7 +105,9 @@ def empty_efa(leg: LegEvidence) -> Command | None:
 def other_provider(leg: LegEvidence) -> Command | None:
     """``fi_info`` that printed socket providers and no efa."""
     for command in _fi_info(leg):
-        names = re.findall(r"(?m)^\s*(?:provider:\s*)?(efa|tcp|sockets|udp)\b(?=\s*(?::|;|$))", command.output)
+        names = re.findall(
+            r"(?m)^\s*(?:provider:\s*)?(efa|tcp|sockets|udp)\b(?=\s*(?::|;|$))", command.output
+        )
         if names and "efa" not in names:
             return command
     return None
@@ -256,9 +258,7 @@ def _nccl_tcp(evidence: Evidence) -> Iterator[Answer]:
             yield _nccl_finding(leg.name, socket.excerpts, "plain sockets", "likely")
 
 
-def _nccl_finding(
-    leg: str, excerpts: tuple[Excerpt, ...], what: str, confidence: str
-) -> Finding:
+def _nccl_finding(leg: str, excerpts: tuple[Excerpt, ...], what: str, confidence: str) -> Finding:
     return Finding(
         leg,
         "certain" if confidence == "certain" else "likely",
@@ -321,7 +321,10 @@ def _fewer_rails(evidence: Evidence) -> Iterator[Answer]:
         )
     for leg in evidence.legs:
         hits = leg.hits.get(NCCL_PROVIDER.name)
-        count, expected = (hits.value("nics") if hits else None), EFA_COUNT.get(_instance(leg) or "")
+        count, expected = (
+            (hits.value("nics") if hits else None),
+            EFA_COUNT.get(_instance(leg) or ""),
+        )
         provider = hits.value("provider") if hits else None
         if hits and count and expected and provider and "efa" in provider and int(count) < expected:
             yield Finding(
@@ -344,7 +347,17 @@ CHECKS = (
         _absent,
         needs=("log|commands",),
         patterns=(NO_PROVIDER, NO_NETWORK_DEVICES, *LOG_SETTINGS),
-        explains=("PD1004", "PD1009", "PD1015", "PD1060", "PD1061", "PD1064", "PD2005", "PD2009", "PD6502"),
+        explains=(
+            "PD1004",
+            "PD1009",
+            "PD1015",
+            "PD1060",
+            "PD1061",
+            "PD1064",
+            "PD2005",
+            "PD2009",
+            "PD6502",
+        ),
     ),
     Check(
         "PD1002",

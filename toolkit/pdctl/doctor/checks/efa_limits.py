@@ -69,7 +69,7 @@ def _unreachable(evidence: Evidence) -> Iterator[Answer]:
     found = seen(evidence, UNREACHABLE)
     if not found:
         return
-    numbers = set(found.values.get("errno", {}))
+    numbers = set(found.counts("errno"))
     never = "15" in numbers or "never" in found.values
     shared = "shared" in found.values
     yield Finding(
@@ -99,7 +99,9 @@ def locked_limit(leg: LegEvidence) -> tuple[float, Excerpt] | None:
         if match:
             return _bytes(match[1], 1), command.excerpt
         if "ulimit" in command.line and (
-            match := re.search(r"(?m)(?:max locked memory.*?)?\b(\d+|unlimited)\s*$", command.output)
+            match := re.search(
+                r"(?m)(?:max locked memory.*?)?\b(\d+|unlimited)\s*$", command.output
+            )
         ):
             # ulimit -l counts KiB, but containers are often told bytes; either is too low.
             return _bytes(match[1], 1024), Excerpt(command.source, text.strip())
@@ -160,19 +162,20 @@ def _gpu_memory(evidence: Evidence) -> Iterator[Answer]:
 
 def _no_hmem_entry(leg: LegEvidence) -> Command | None:
     for command in leg.commands:
-        if "fi_info" in command.line and "FI_HMEM" in command.line:
-            if re.search(r"-61|No data", command.output):
-                return command
+        asked = "fi_info" in command.line and "FI_HMEM" in command.line
+        if asked and re.search(r"-61|No data", command.output):
+            return command
     return None
 
 
 def _no_peermem(leg: LegEvidence) -> Command | None:
     for command in leg.commands:
-        if "peermem" in command.line or "lsmod" in command.line:
-            if not re.search(r"peermem\s+\d+", command.output) and not re.fullmatch(
-                r"\s*[1-9]\d*\s*", command.output
-            ):
-                return command
+        asked = "peermem" in command.line or "lsmod" in command.line
+        loaded = re.search(r"peermem\s+\d+", command.output) or re.fullmatch(
+            r"\s*[1-9]\d*\s*", command.output
+        )
+        if asked and not loaded:
+            return command
     return None
 
 
@@ -186,7 +189,10 @@ def _too_many_pages(evidence: Evidence) -> Iterator[Answer]:
         huge = max(sizes, default=0) > 32 << 30
         if (limit and limit[0] < 1 << 34) or not (huge or (limit and limit[0] == float("inf"))):
             continue
-        pages = next((c.excerpt for c in leg.commands if re.search(r"HugePages_Total:\s+0\b", c.output)), None)
+        pages = next(
+            (c.excerpt for c in leg.commands if re.search(r"HugePages_Total:\s+0\b", c.output)),
+            None,
+        )
         yield Finding(
             leg.name,
             "certain" if pages and huge else "likely",

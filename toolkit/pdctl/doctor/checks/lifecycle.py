@@ -43,7 +43,9 @@ NOT_READY = Pattern(
     ("Engine core initialization failed", "EngineCore failed to start", "Failed core proc"),
 )
 
-_RESTARTED_POD = re.compile(r"(?m)^(?P<name>\S*(?:prefill|decode)\S*)\s.*?\s(?P<count>[1-9]\d*)(?:\s+\([^)]*ago\))")
+_RESTARTED_POD = re.compile(
+    r"(?m)^(?P<name>\S*(?:prefill|decode)\S*)\s.*?\s(?P<count>[1-9]\d*)(?:\s+\([^)]*ago\))"
+)
 
 
 def restarted_peer(evidence: Evidence) -> tuple[Excerpt, ...]:
@@ -76,13 +78,20 @@ def _stale_agent(evidence: Evidence) -> Iterator[Answer]:
     if not stale and not (restarted and broken):
         return
     fixed = [
-        each for each in settings(evidence, "engine_id") if not re.search(r"[{]|[0-9a-f]{6,}", str(each.value))
+        each
+        for each in settings(evidence, "engine_id")
+        if not re.search(r"[{]|[0-9a-f]{6,}", str(each.value))
     ]
     yield Finding(
         stale.leg if stale else broken.leg,
         "likely" if stale or restarted else "possible",
-        (*stale.excerpts[:1], *broken.excerpts[:1], *restarted[:1], *failed_answers[:1],
-         *(each.excerpt for each in fixed[:1]))[:4],
+        (
+            *stale.excerpts[:1],
+            *broken.excerpts[:1],
+            *restarted[:1],
+            *failed_answers[:1],
+            *(each.excerpt for each in fixed[:1]),
+        )[:4],
         "A peer was restarted at the same address and this leg still holds the agent of its dead "
         "predecessor: nothing invalidates it (engine_ttl, one hour, is only looked at when another "
         "new peer appears), so transfers fail although every leg is healthy."
@@ -97,7 +106,7 @@ def _together(first: Seen, second: Seen) -> bool:
     """Whether two symptoms came at about the same time of day, as far as lines tell it."""
 
     def seconds(found: Seen) -> list[int]:
-        texts = found.values.get("when", {})
+        texts = found.counts("when")
         return [int(t[:2]) * 3600 + int(t[3:5]) * 60 + int(t[6:8]) for t in texts]
 
     ours, theirs = seconds(first), seconds(second)
@@ -163,7 +172,13 @@ CHECKS = (
         "stale-agent-after-restart",
         _stale_agent,
         needs=("log|commands|metrics",),
-        patterns=(STALE_QUEUE_PAIR, REMOTE_DISCONNECT, AGENT_UNKNOWN, TRANSFER_FAILURE, *LOG_SETTINGS),
+        patterns=(
+            STALE_QUEUE_PAIR,
+            REMOTE_DISCONNECT,
+            AGENT_UNKNOWN,
+            TRANSFER_FAILURE,
+            *LOG_SETTINGS,
+        ),
         explains=("PD2006", "PD2007", "PD2009", "PD4511", "PD6507", "PD1015"),
     ),
     Check(

@@ -4,14 +4,20 @@ from pdctl.doctor.model import Pattern
 
 TRANSFER_FAILURE = Pattern(
     "transfer-failure",
-    ("NIXL transfer failure", "Handshake failed for request", "KVTransferError", "transfer failed for"),
+    (
+        "NIXL transfer failure",
+        "Handshake failed for request",
+        "KVTransferError",
+        "transfer failed for",
+    ),
     r"(?:(?P<when>\d\d:\d\d:\d\d)\b.*)?(?:NIXL transfer failure: (?P<type>\w+)"
     r"|Handshake failed for request (?P<id>\S+)|nixl transfer failed|KVTransferError)",
 )
 ENGINE_ID_MISMATCH = Pattern(
     "engine-id-mismatch",
     ("engine ID mismatch", "engine id mismatch", "engine_id mismatch"),
-    r"(?i)engine[ _]id mismatch\.?\s*Expected (?P<expected>[^\s,]+),\s*received (?P<received>\S+?)\.?\s*$",
+    r"(?i)engine[ _]id mismatch\.?\s*Expected (?P<expected>[^\s,]+),\s*"
+    r"received (?P<received>\S+?)\.?\s*$",
 )
 CONTEXT_HOST = Pattern(
     "context-remote-host",

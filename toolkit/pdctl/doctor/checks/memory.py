@@ -22,7 +22,13 @@ RCACHE_NOT_SET = Pattern(
 )
 NO_KV_MEMORY = Pattern(
     "no-kv-memory",
-    ("No available memory for the cache blocks", "Available KV cache memory: -", "larger than the maximum number of tokens that can be stored in KV cache"),
+    (
+        "No available memory for the cache blocks",
+        "Available KV cache memory: -",
+        "larger than the maximum number of tokens that can be stored in KV cache",
+        "CUDA out of memory",
+        "torch.OutOfMemoryError",
+    ),
 )
 
 PINNED = "pd_engine_pinned_blocks"
@@ -32,7 +38,9 @@ BLOCKS = "pd_engine_kv_blocks"
 def _registration_cache(evidence: Evidence) -> Iterator[Answer]:
     killed, refused = seen(evidence, OUT_OF_MEMORY_KILL), seen(evidence, RCACHE_NOT_SET)
     mentioned = seen(evidence, RCACHE_SET)
-    worker = evidence.text(r"(?i)killed process \d+ \((?P<name>[^)]*(?:vllm|worker|python)[^)]*)\)", "commands")
+    worker = evidence.text(
+        r"(?i)killed process \d+ \((?P<name>[^)]*(?:vllm|worker|python)[^)]*)\)", "commands"
+    )
     if not refused and not (killed and (mentioned or worker)):
         return
     limited = [leg for leg in evidence.legs if leg.variable("UCX_RCACHE_MAX_UNRELEASED")]
@@ -76,7 +84,11 @@ def _pinned_turns(evidence: Evidence) -> Iterator[Answer]:
         yield Finding(
             leg.name,
             "certain",
-            (leg.metrics.excerpt(PINNED), leg.metrics.excerpt(BLOCKS), leg.metrics.excerpt(WAITING)),
+            (
+                leg.metrics.excerpt(PINNED),
+                leg.metrics.excerpt(BLOCKS),
+                leg.metrics.excerpt(WAITING),
+            ),
             f"Finished turns hold {pinned / blocks:.0%} of decode's KV blocks for their TTL, and "
             "new turns wait for memory.",
             "Lower kv_transfer.decode_ttl to what the pauses between turns need, give decode more "

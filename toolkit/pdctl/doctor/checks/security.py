@@ -39,7 +39,11 @@ def _other_tenant(evidence: Evidence) -> Iterator[Answer]:
             for hit in hits.first if hits else ():
                 who, whose = hit.groups["who"], hit.groups["whose"]
                 refused = re.search(r"(?i)refused|denied|rejected|403|miss\b|not used", hit.text)
-                if who == whose or refused or not re.search(r"(?i)kv|handle|cache|claim|session", hit.text):
+                if (
+                    who == whose
+                    or refused
+                    or not re.search(r"(?i)kv|handle|cache|claim|session", hit.text)
+                ):
                     continue
                 token = [
                     Excerpt(c.source, c.text.strip()[:300])
@@ -60,7 +64,9 @@ def _other_tenant(evidence: Evidence) -> Iterator[Answer]:
                 return
 
 
-_WORLD = re.compile(r"0\.0\.0\.0/0|::/0|(?<![\d.])0\.0\.0\.0(?![\d./])|\bany\b|LoadBalancer|NodePort")
+_WORLD = re.compile(
+    r"0\.0\.0\.0/0|::/0|(?<![\d.])0\.0\.0\.0(?![\d./])|\bany\b|LoadBalancer|NodePort"
+)
 
 
 def _side_channel_open(evidence: Evidence) -> Iterator[Answer]:
@@ -71,7 +77,9 @@ def _side_channel_open(evidence: Evidence) -> Iterator[Answer]:
         if re.search(r"\b(?:nc|ncat|nmap|telnet|curl)\b", command.line)
         and SIDE_PORTS.search(command.line + command.output)
         and re.search(r"(?i)succeeded|open\b|connected", command.output)
-        and not re.search(r"\b(?:127\.|localhost|10\.|192\.168\.|172\.(?:1[6-9]|2\d|3[01])\.)", command.line)
+        and not re.search(
+            r"\b(?:127\.|localhost|10\.|192\.168\.|172\.(?:1[6-9]|2\d|3[01])\.)", command.line
+        )
     ]
     rules: list[tuple[str, Excerpt]] = []
     for leg in evidence.legs:
@@ -109,13 +117,22 @@ def _client_params(evidence: Evidence) -> Iterator[Answer]:
     ]
     dead = seen(evidence, ENGINE_DEAD, "prefill", "decode")
     fatal = seen(evidence, FATAL, "prefill", "decode")
-    if given and (dead or fatal):
+    stripped = [
+        leg for leg in evidence.role("router") if leg.metrics and leg.metrics.value(STRIPPED)
+    ]
+    obeyed = dead or fatal
+    if given and (obeyed or not stripped):
         yield Finding(
             dead.leg if dead else fatal.leg,
-            "likely",
-            (Excerpt(given[0].source, given[0].text.strip()[:300]), *fatal.excerpts[:1], *dead.excerpts[:1]),
+            "likely" if obeyed else "possible",
+            (
+                Excerpt(given[0].source, given[0].text.strip()[:300]),
+                *fatal.excerpts[:1],
+                *dead.excerpts[:1],
+            ),
             "kv_transfer_params of a client's request reach the engine: whoever can send them can "
-            "read other conversations' blocks, pin blocks for ever, or end the engine, as here.",
+            "read other conversations' blocks, pin blocks for ever, or end the engine"
+            + (", as here." if obeyed else ". Nothing shows that the router drops them."),
             "Drop the field from every request at the public side (pd-router does and counts it in "
             f"{STRIPPED}) and let nobody but the router reach the engines' ports.",
         )
