@@ -21,7 +21,10 @@ SECRETS = [
     ("redis://user:hunter2@10.0.0.9:6379/0", "hunter2"),
     ("jwt eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.SflKxwRJSMeKKF2QT4", "SflKxwRJSMeKKF2QT4"),
     ("X-PD-Key: 00ff00ff00ff", "00ff00ff00ff"),
-    ("Received request chatcmpl-1: prompt: 'my salary is 7', params: SamplingParams(n=1)", "salary"),
+    (
+        "Received request chatcmpl-1: prompt: 'my salary is 7', params: SamplingParams(n=1)",
+        "salary",
+    ),
     ('{"messages": [{"role": "user", "content": "my salary is 7"}]}', "salary"),
     ("prompt_token_ids: [101, 202, 303], lora_request: None.", "202"),
     ("prompt='it\\'s my salary', n=1", "salary"),
