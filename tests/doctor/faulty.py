@@ -191,13 +191,9 @@ def with_config(leg: Leg, **settings: Any) -> Leg:
     return dataclasses.replace(leg, kv_config=config)
 
 
-def with_flag(leg: Leg, flag: str, value: str) -> Leg:
-    """The leg with another value of a flag."""
-    flags = tuple(
-        dataclasses.replace(each, words=(flag, value)) if each.words[0] == flag else each
-        for each in leg.flags
-    )
-    return dataclasses.replace(leg, flags=flags)
+def with_router(leg: Leg, **settings: Any) -> Leg:
+    """The router with other settings in its config file."""
+    return dataclasses.replace(leg, config=leg.config | settings)
 
 
 def answers(url: str) -> bool:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from pd_connector import contract
 from tests.launch.conftest import Place, running
-from tests.programs import needs_program
+from tests.programs import program
 from tests.waiting import until
 
 
@@ -53,6 +54,9 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     place = Watched(tmp_path_factory.mktemp("doctor"))
     try:
         place.pdctl("up", "SPEC")
+        # What the fakes' log lacks of a real engine's.
+        with place.log("decode-0").open("a") as log:
+            log.write(f"{contract.LOG_STREAM_ACTIVE}\n")
         yield place
     finally:
         for pid in running(f"PDCTL_STATE_DIR={place.folder / 'state'}"):
@@ -222,6 +226,8 @@ def test_a_leg_that_died(tmp_path: Path) -> None:
     place = Watched(tmp_path)
     try:
         place.pdctl("up", "SPEC")
+        with place.log("decode-0").open("a") as log:
+            log.write(f"{contract.LOG_STREAM_ACTIVE}\n")
         for role in ("prefill", "decode"):
             place.open(role)
         os.kill(place.pids()["decode-0"], signal.SIGKILL)
@@ -234,8 +240,8 @@ def test_a_leg_that_died(tmp_path: Path) -> None:
         place.pdctl("down", "SPEC")
 
 
-@needs_program("fi_info")
 def test_up_refuses_a_node_that_cannot_run_it(tmp_path: Path) -> None:
+    program("fi_info")
     place = Watched(tmp_path)
     place.spec["kv_transfer"]["backend"] = "LIBFABRIC"
     place.spec["fabric"] = {"provider": "efa"}

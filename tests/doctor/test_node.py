@@ -41,7 +41,8 @@ def p5en(bundle: Bundle, leg: str, missing: int = 0, moved: bool = False) -> Bun
             name = f"rdmap{bus + rail}s0"
             rails.append(
                 f"lrwxrwxrwx 1 root root 0 Nov 30 12:00 {name} -> ../../devices/pci0000:"
-                f"{there:02x}/{on}/0000:{there + 2:02x}:{rail + 1:02x}.0/{address}/infiniband/{name}"
+                f"{there:02x}/{on}/0000:{there + 2:02x}:{rail + 1:02x}.0/{address}"
+                f"/infiniband/{name}"
             )
     rails = rails[: len(rails) - missing]
     names = [line.split(" -> ")[0].split()[-1] for line in rails]

@@ -59,9 +59,14 @@ def last_line(lines: list[str]) -> str:
 
 def error_line(lines: list[str]) -> str:
     """The line that most likely says why a leg ended; the last line when none does."""
+    return telling_line(lines) or (lines or ["its log is empty"])[-1]
+
+
+def telling_line(lines: list[str]) -> str | None:
+    """The line that most likely says what went wrong, None when none does."""
     errors = [line for line in lines if _ERROR.search(line)]
     causes = [line for line in errors if not _CONSEQUENCE.search(line)]
-    return (causes or errors or lines or ["its log is empty"])[-1]
+    return (causes or errors or [None])[-1]
 
 
 def tail(log: Path) -> list[str]:
