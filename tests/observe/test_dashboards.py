@@ -129,3 +129,22 @@ def known_label(name: str, label: str, fail: bool = True) -> bool:
     )
     assert known or not fail, f"{name} has no label {label}"
     return known
+
+
+def test_alerts_in_the_docs() -> None:
+    text = (FOLDER.parent / "docs/observability.md").read_text()
+    for alert in ALERTS:
+        assert alert.name in text
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_grafana_s_own_types_read_them(board: Any) -> None:
+    """Through the typed model and back nothing is lost."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder  # noqa: PLC0415
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins  # noqa: PLC0415
+    from grafana_foundation_sdk.models.dashboard import Dashboard  # noqa: PLC0415
+
+    register_default_plugins()
+    dashboard = loaded(board.uid)
+    read = Dashboard.from_json(dashboard)
+    assert json.loads(json.dumps(read, cls=JSONEncoder)) == dashboard

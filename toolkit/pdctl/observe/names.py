@@ -118,9 +118,9 @@ def _lines() -> Iterator[str]:
     yield "## Exemplars"
     yield ""
     yield (
-        f"Buckets of `{telemetry.ROUTER_TTFT.name}` and `{telemetry.ROUTER_PREFILL.name}` carry the "
-        f"trace of a turn in the label `{telemetry.EXEMPLAR_TRACE_ID}` when the router exports "
-        "spans and Prometheus asks for OpenMetrics."
+        f"Buckets of `{telemetry.ROUTER_TTFT.name}` and `{telemetry.ROUTER_PREFILL.name}` carry "
+        f"the trace of a turn in the label `{telemetry.EXEMPLAR_TRACE_ID}` when the router "
+        "exports spans and Prometheus asks for OpenMetrics."
     )
 
 
