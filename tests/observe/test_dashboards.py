@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,4 +148,16 @@ def test_grafana_s_own_types_read_them(board: Any) -> None:
     register_default_plugins()
     dashboard = loaded(board.uid)
     read = Dashboard.from_json(dashboard)
-    assert json.loads(json.dumps(read, cls=JSONEncoder)) == dashboard
+    assert list(lost(dashboard, json.loads(json.dumps(read, cls=JSONEncoder)), "")) == []
+
+
+def lost(before: Any, after: Any, where: str) -> Iterator[str]:
+    """What was there and is no more; defaults that came in addition do not count."""
+    if isinstance(before, dict):
+        for key, value in before.items():
+            yield from lost(value, after.get(key), f"{where}.{key}")
+    elif isinstance(before, list) and len(before) == len(after):
+        for index, value in enumerate(before):
+            yield from lost(value, after[index], f"{where}[{index}]")
+    elif before != after:
+        yield f"{where}: {before} became {after}"
