@@ -127,11 +127,9 @@ ENGINE_NIXL_EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 ENGINE_NIXL_FAILED = "vllm:nixl_num_failed_transfers_total"
 ENGINE_KV_USAGE = "vllm:kv_cache_usage_perc"
 ENGINE_RUNNING = "vllm:num_requests_running"
-ENGINE_WAITING = "vllm:num_requests_waiting"
 ENGINE_WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
 ENGINE_PREEMPTIONS = "vllm:num_preemptions_total"
 ENGINE_QUEUE_SECONDS = "vllm:request_queue_time_seconds"
-ENGINE_PREFILL_SECONDS = "vllm:request_prefill_time_seconds"
 ENGINE_GENERATION_TOKENS = "vllm:generation_tokens_total"
 
 # How the plugin and the connector are named to vLLM.
