@@ -115,7 +115,7 @@ def _missing_cpus(cpus: str) -> str:
 
 
 def port_owner(port: int) -> tuple[int | None, str]:
-    """Who listens on a port: pid of the process that listens, and `` (pid 12: command)``, when it can be seen."""
+    """Pid of who listens on a port, and `` (pid 12: command)``, when it can be seen."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
