@@ -220,7 +220,8 @@ ENGINE_DECLINED = Metric(
 ENGINE_REFUSED = Metric(
     "pd_engine_handles_refused_total",
     "counter",
-    "Handles refused: forged, altered, foreign, used, unsigned.",
+    "Handles refused: unsigned, forged, foreign (another deployment's), altered, used, malformed, "
+    "another_prompt (prefill computed another prompt than decode was asked).",
     ("reason",),
 )
 ENGINE_REJECTED = Metric(
@@ -378,7 +379,7 @@ SPAN_DECISION = Span(
     "pd.decision",
     "pd.prefill",
     "A prompt on the prefill leg, from its arrival to its decided and accounted readback.",
-    (OUTCOME, TOKENS_OFFERED, TOKENS_READ, TOKENS_COMPUTED, TOKENS_LOCAL),
+    (OUTCOME, OUTCOME_REASON, TOKENS_OFFERED, TOKENS_READ, TOKENS_COMPUTED, TOKENS_LOCAL),
 )
 SPAN_TRANSFER = Span(
     "pd.transfer",

@@ -143,7 +143,7 @@ def _start(state: DeploymentState, watcher: Watcher) -> str:
     _check_port(watcher)
     record = LegRecord(watcher.name, ROLE, watcher.url, False, uuid.uuid4().hex, time.time())
     state.write(record, script)
-    run_script(state, record)
+    run_script(state, record, {})
     return f"{watcher.name}: {'restarted' if running else 'started'}, {watcher.url}"
 
 

@@ -101,6 +101,7 @@ def _paths(spec: Spec) -> Iterator[Broken]:
         (("engine", "venv"), spec.engine.venv),
         (("engine", "python"), spec.engine.python),
         (("router", "python"), spec.router.python),
+        (("kv_transfer", "secret_file"), spec.kv_transfer.secret_file),
     ]
     for where, path in paths:
         if path and re.match(r"~[^/]", path):
@@ -135,6 +136,13 @@ def _transfer(spec: Spec) -> Iterator[Broken]:
         yield Broken(
             ("kv_transfer", "mode"),
             "kv_transfer.mode: the pdctl connector pulls; push needs connector: stock",
+            also=(("kv_transfer", "connector"),),
+        )
+    if kv.connector == "stock" and spec.router.reuse_proof == "connector":
+        yield Broken(
+            ("router", "reuse_proof"),
+            "router.reuse_proof: the stock connector compares no tokens; say tokens, or "
+            "kv_transfer.connector: pdctl",
             also=(("kv_transfer", "connector"),),
         )
     if kv.connector == "stock" and kv.load_failure_policy == "recompute":
