@@ -27,6 +27,7 @@ from pdctl.observe.stack import (
     prometheus_url,
 )
 from pdctl.plan import Deployment
+from pdctl.render import File
 from pdctl.spec.model import Spec
 
 ROLE = "observability"
@@ -133,16 +134,19 @@ def _prepare(
 
 def _start(state: DeploymentState, watcher: Watcher) -> str:
     digest = _digest(state.folder / "config")
-    script = f"#!/bin/sh\n# Configuration {digest}\nexec {shlex.join(watcher.command)}\n"
+    script = File(
+        f"{watcher.name}.sh",
+        f"#!/bin/sh\n# Configuration {digest}\nexec {shlex.join(watcher.command)}\n",
+    )
     record = state.records().get(watcher.name)
     running = record is not None and alive(find([record.launch_id])[record.launch_id])
-    if record and running and state.script_text(watcher.name) == script:
+    if running and state.holds([script]):
         return f"{watcher.name}: runs already, {watcher.url}"
     if record:
         stop([record.launch_id], grace=10.0)
     _check_port(watcher)
     record = LegRecord(watcher.name, ROLE, watcher.url, False, uuid.uuid4().hex, time.time())
-    state.write(record, script)
+    state.write(record, [script])
     run_script(state, record, {})
     return f"{watcher.name}: {'restarted' if running else 'started'}, {watcher.url}"
 
