@@ -55,6 +55,8 @@ REMOTE_REQUEST_ID = "remote_request_id"
 REMOTE_HOST = "remote_host"
 REMOTE_PORT = "remote_port"
 REMOTE_NUM_TOKENS = "remote_num_tokens"
+REMOTE_EXPIRY = "remote_blocks_expiry_time"
+"""When decode frees the blocks, in seconds of the clock of decode's engine."""
 
 READ_MARGIN_SECONDS = 5.0
 """vLLM's prefill declines blocks with less time left than this
@@ -67,6 +69,10 @@ first ``n`` token ids of the finished turn. Prefill compares it with its prompt.
 PD_REUSE = "pd_reuse"
 """On prefill's handle: ``{"outcome": Outcome, "tokens_read": tokens, "reason": text,
 "read_ms": milliseconds, "read_bytes": bytes}`` of the prompt; the last three may be missing."""
+PD_PREVIOUS = "pd_previous"
+"""In the kv_transfer_params of a decode request: ``remote_request_id`` of the handle of the turn
+before. Decode frees that turn once this one's blocks are kept. Prefill's answer carries it; for a
+request that goes to decode alone the router sets it."""
 PD_SIGNATURE = "pd_sig"
 """On a handle: signature of the leg that made it; prefill and decode refuse a handle whose
 signature does not hold."""
@@ -78,7 +84,9 @@ ENGINE_LEASES_PATH = "/pd/leases"
 """GET: turns whose blocks decode keeps. POST ``{"release": [ids], "renew": {id: seconds}}``
 with the deployment's key (:data:`LEASE_KEY_HEADER`); unknown ids are ignored."""
 LEASE_KEY_HEADER = "X-PD-Key"
-"""Proves to an engine that the router belongs to its deployment."""
+"""Proves to an engine that the router belongs to its deployment: the hex digits of
+HMAC-SHA256(secret, :data:`LEASE_KEY_INPUT`). Without a secret the engine answers loopback only."""
+LEASE_KEY_INPUT = b"leases"
 SECRET_FILE_VARIABLE = "PD_SECRET_FILE"
 """Environment variable of engines and router: the file that holds the deployment's secret."""
 
@@ -96,7 +104,7 @@ HEADER_PREFILL_MS = "X-PD-Prefill-Ms"
 """Milliseconds from sending the prefill request to its answer, retries included."""
 
 HEADER_ROUTE = "X-PD-Route"
-"""The turn's :class:`Route`."""
+"""The turn's :class:`Route`. In a request: ``recompute`` or ``readback`` pins it for this turn."""
 HEADER_READ_MS = "X-PD-Read-Ms"
 """Milliseconds of the D->P read, when the engine tells them."""
 HEADER_READ_BYTES = "X-PD-Read-Bytes"
@@ -105,16 +113,6 @@ HEADER_READ_BYTES = "X-PD-Read-Bytes"
 # Paths of the router besides the OpenAI API.
 ADMIN_PATH = "/admin"
 """``/admin/conversations``, ``/admin/legs``: loopback or an admin token."""
-
-# Router metrics.
-ROUTER_TURNS = "pd_router_turns_total"
-ROUTER_HANDLES_STORED = "pd_router_handles_stored_total"
-ROUTER_HANDLES_SENT = "pd_router_handles_sent_total"
-ROUTER_HANDLES_HELD = "pd_router_handles_held"
-ROUTER_PREFILL_RETRIES = "pd_router_prefill_retries_total"
-ROUTER_STRIPPED_PARAMS = "pd_router_client_kv_params_stripped_total"
-ROUTER_PREFILL_SECONDS = "pd_router_prefill_seconds"
-ROUTER_TTFT_SECONDS = "pd_router_time_to_first_token_seconds"
 
 # vLLM's own metrics, as they appear on an engine's /metrics.
 ENGINE_PROMPT_TOKENS_BY_SOURCE = "vllm:prompt_tokens_by_source_total"

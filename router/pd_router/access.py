@@ -70,7 +70,7 @@ def _digests(path: str | None, name: str) -> list[bytes] | None:
     if path is None:
         return None
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).expanduser().read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise SettingsError(f"{name}: {path}: {reason}") from None
@@ -87,6 +87,6 @@ def _is_local(request: web.Request) -> bool:
         return False
     peer = request.transport.get_extra_info("peername") if request.transport else None
     try:
-        return bool(peer) and ipaddress.ip_address(peer[0]).is_loopback
+        return peer is not None and ipaddress.ip_address(peer[0]).is_loopback
     except ValueError:
         return False

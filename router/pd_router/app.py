@@ -31,6 +31,8 @@ from pd_router.turn import PATHS, Turn
 log = logging.getLogger("pd_router")
 
 _MODELS_SECONDS = 10.0
+_CLIENT_GONE = 499
+"""Counted where the client has gone before its answer."""
 ROUTER = web.AppKey("router", Router)
 ACCESS = web.AppKey("access", list[Access])
 """One, in a list: a reload replaces it."""
@@ -108,6 +110,7 @@ async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse
             response = await handler(request)
         except asyncio.CancelledError:
             if not drain.over or request.transport is None:
+                _count(request, router, _CLIENT_GONE)
                 raise
             response = unavailable("The router shuts down.").response(form)
         except Exception as error:

@@ -158,11 +158,11 @@ class PassThrough:
 
     def _pick(self, way: Way, preferred: str | None, tried: set[Leg]) -> Leg:
         if way.role == "decode":
-            return self._router.legs.pick_decode(preferred, tried)
+            return self._router.legs.pick_decode(preferred)
         try:
             return self._router.legs.pick_prefill(tried)
         except TurnError:
-            return self._router.legs.pick_decode(None, tried)
+            return self._router.legs.pick_decode()
 
     async def _whole(self, way: Way, leg: Leg, answer: EngineAnswer) -> web.Response:
         try:

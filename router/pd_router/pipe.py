@@ -17,9 +17,6 @@ from pd_router.sse import EventTooLarge
 HIGH_WATER = 64 << 10
 """Bytes waiting for a client above which decode is no longer read."""
 
-CLIENT_STALL_SECONDS = 120.0
-"""How long a client may take nothing of a stream that waits for it."""
-
 
 class ClientStalled(ConnectionResetError):
     """The client took nothing for too long, and its connection was dropped."""

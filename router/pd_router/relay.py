@@ -7,12 +7,14 @@ from pd_connector.contract import KV_TRANSFER_PARAMS
 from pd_router import jsonbytes, sse
 from pd_router.answer import Answer
 from pd_router.errors import ErrorForm, clean_error_event
+from pd_router.tokens import IdsTap
 
 _DONE = b"[DONE]"
 HANDLE_FIELDS = (KV_TRANSFER_PARAMS, "ec_transfer_params")
 """Fields of an answer that are between engines."""
 _HANDLE_MARKS = tuple(f'"{name}"'.encode() for name in HANDLE_FIELDS)
 _ERROR_MARK = b'"error"'
+_USAGE_MARK = b'"usage":{'
 _FAILED_MARK = b"response.failed"
 _FAILED = ("error", "response.failed")
 """Types of events that tell of an error without saying so at their top."""
@@ -25,8 +27,8 @@ OnComplete = Callable[[Answer], None]
 class StreamRelay:
     """Passes a stream of server-sent events on, byte for byte but for handles.
 
-    ``on_complete`` is called once with a whole answer, before its last event is handed
-    out, so that the next turn finds what this one left; None spares the parsing.
+    ``on_complete`` is called once with the answer, before its last event is handed out, so
+    that the next turn finds what this one left; None spares the parsing.
     ``secrets`` are words that no error event may tell, ``form`` is the shape of such events.
     The stream's last event contains one of ``last``.
     """
@@ -38,13 +40,24 @@ class StreamRelay:
         on_complete: OnComplete | None,
         form: ErrorForm = "openai",
         last: tuple[bytes, ...] = (_DONE,),
+        *,
+        tap: IdsTap | None = None,
+        take_usage: bool = False,
+        hide_usage: bool = False,
     ) -> None:
+        """``tap`` takes token ids out. ``take_usage``: the counts at the end are noted, and with
+        ``hide_usage`` not passed on, because only the router asked for them."""
         self._splitter = sse.Splitter(max_event)
         self._secrets = secrets
         self._on_complete = on_complete
         self._form = form
         self._last = last
-        self._special = (b"_transfer_params", _ERROR_MARK, _FAILED_MARK, b"\r", *last)
+        counts = (_USAGE_MARK,) if take_usage else ()
+        self._special = (b"_transfer_params", _ERROR_MARK, _FAILED_MARK, b"\r", *last, *counts)
+        self._tap = tap
+        self._take_usage = take_usage
+        self._hide_usage = hide_usage
+        self.usage: dict[str, Any] = {}
         self._answer = Answer()
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -58,7 +71,8 @@ class StreamRelay:
         if self.on_first is not None:
             self.on_first(chunk)
             self.on_first = None
-        if self._splitter.empty and chunk.endswith(b"\n\n") and not self._is_special(chunk):
+        plain = self._tap is None and self._splitter.empty and chunk.endswith(b"\n\n")
+        if plain and not self._is_special(chunk):
             # Whole events in which nothing is to be changed.
             if self._on_complete is not None:
                 self._note_later(chunk)
@@ -67,9 +81,14 @@ class StreamRelay:
         return b"".join(self._pass(event) for event in self._splitter.feed(chunk))
 
     def _pass(self, event: bytes) -> bytes:
+        if self._tap is not None:
+            event = self._tap.take(event)
         handled = has_handle(event)
-        marked = handled or _ERROR_MARK in event or _FAILED_MARK in event
-        self.done |= self._is_last(event)
+        counts = self._take_usage and _USAGE_MARK in event
+        marked = handled or counts or _ERROR_MARK in event or _FAILED_MARK in event
+        if self._is_last(event):
+            self.done = True
+            self._complete()
         if self._on_complete is None and not marked:
             return event
         data = sse.data_of(event)
@@ -81,6 +100,8 @@ class StreamRelay:
             self._answer.unreadable = True
             return sse.event_of(b"") if handled else event
         self._note(body)
+        if counts and self._note_usage(body) and self._hide_usage:
+            return b""
         if handled:
             event = event_without_handle(event, data, body)
         if isinstance(body, dict) and ("error" in body or body.get("type") in _FAILED):
@@ -126,8 +147,19 @@ class StreamRelay:
             return
         self._answer.add(body)
         if self._answer.handle is not None and self._answer.complete:
+            self._complete()
+
+    def _complete(self) -> None:
+        if self._on_complete is not None:
             self._on_complete(self._answer)
             self._on_complete = None
+
+    def _note_usage(self, body: Any) -> bool:
+        """Whether it is the event that has the counts and nothing else."""
+        if not isinstance(body, dict) or not isinstance(body.get("usage"), dict):
+            return False
+        self.usage = body["usage"]
+        return body.get("choices") == []
 
 
 def _body(data: bytes) -> Any:
@@ -169,15 +201,22 @@ def _without_handle(value: Any) -> Any:
     return value
 
 
-def relay_body(raw: bytes, on_complete: OnComplete | None) -> bytes:
-    """The client's bytes of a whole answer. Raises :class:`ValueError` if it is not JSON."""
+def relay_body(
+    raw: bytes, on_complete: OnComplete | None, tap: IdsTap | None = None
+) -> tuple[bytes, dict[str, Any]]:
+    """The client's bytes of a whole answer, and its usage.
+
+    Raises :class:`ValueError` if it is not JSON.
+    """
+    if tap is not None:
+        raw = tap.take(raw)
     body = jsonbytes.load(raw)
+    usage = body.get("usage") if isinstance(body, dict) else None
     if on_complete is not None:
         answer = Answer()
         answer.add(body)
-        if answer.handle is not None and answer.complete:
-            on_complete(answer)
-    return body_without_handle(raw, body)
+        on_complete(answer)
+    return body_without_handle(raw, body), usage if isinstance(usage, dict) else {}
 
 
 def body_without_handle(raw: bytes, body: Any) -> bytes:

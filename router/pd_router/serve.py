@@ -98,7 +98,9 @@ def tls_of(settings: Settings) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(settings.tls.certificate, settings.tls.key)
+        context.load_cert_chain(
+            Path(settings.tls.certificate).expanduser(), Path(settings.tls.key).expanduser()
+        )
     except (OSError, ssl.SSLError) as error:
         reason = getattr(error, "reason", None) or error.strerror or str(error)
         files = f"{settings.tls.certificate}, {settings.tls.key}"

@@ -100,6 +100,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     for 30 s (vLLM's kv_lease_duration) until decode asks for them."""
     stream_idle_timeout: Seconds = 300.0
     """Longest silence of decode within a stream, its first event included."""
+    pair_pause: Seconds = 30.0
+    """How long no handle is sent between two legs whose transfers fail."""
     answer_timeout: Seconds = 1800.0
     """Bound of decode's answer when it is not streamed."""
 
@@ -114,6 +116,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """One key a line; None: everybody may ask."""
     admin_token_file: str | None = None
     """The token of /admin; None: /admin answers on loopback alone."""
+    deployment: str = "default"
+    """Routers of one deployment share what ``state`` holds."""
     state: str = "memory"
     """Where handles are held: ``memory``, or the ``redis://`` URL that several routers share."""
     drain_timeout: Seconds = 30.0

@@ -17,7 +17,7 @@ Keys, all with one hash tag so that they share a slot of a cluster:
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -170,10 +170,11 @@ class RedisStore:
         ttl: float,
         capacity: int,
         branches: int,
-        legs: Sequence[str],
+        legs: Callable[[], Sequence[str]],
         on_drop: OnDrop,
     ) -> None:
-        """``name`` is the deployment's: routers of one name share their handles."""
+        """``name`` is the deployment's: routers of one name share their handles.
+        ``legs`` tells the decode legs."""
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=_CONNECTIONS,
@@ -188,7 +189,8 @@ class RedisStore:
         self._capacity = capacity
         self._branches = branches
         self._on_drop = on_drop
-        self._held: dict[str, int] = dict.fromkeys(legs, 0)
+        self._legs = legs
+        self._held: dict[str, int] = {}
         self._silent_until = 0.0
         scripts = {
             "put": _PUT,
@@ -259,13 +261,12 @@ class RedisStore:
         """None of them in this process."""
         return 0
 
-    async def watch(self, legs: Iterable[str] = ()) -> None:
-        """Keep :meth:`held` up to date, for ever."""
+    async def watch(self) -> None:
+        """Keep :meth:`held` up to date."""
         while True:
-            for leg in {*self._held, *legs}:
-                count = await self._guarded(
-                    self._redis.zcount(f"{self._prefix}:l:{leg}", time.time(), "+inf")
-                )
+            for leg in self._legs():
+                name = f"{self._prefix}:l:{leg}"
+                count = await self._guarded(self._redis.zcount(name, time.time(), "+inf"))
                 self._held[leg] = count or 0
             await asyncio.sleep(_COUNT_SECONDS)
 

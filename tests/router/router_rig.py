@@ -120,10 +120,12 @@ class Router:
         return self.http.get(self.url + path)
 
     def metric(self, name: str, **labels: str) -> float:
-        text = ",".join(f'{k}="{v}"' for k, v in labels.items())
-        sample = f"{name}{{{text}}}" if labels else name
-        found = re.search(rf"^{re.escape(sample)} (\S+)$", self.get("/metrics").text, re.M)
-        return float(found.group(1)) if found else 0.0
+        """A metric's value, added up over the labels that are not given."""
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        lines = re.findall(
+            rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", self.get("/metrics").text, re.M
+        )
+        return sum(float(value) for text, value in lines if wanted <= set(text.split(",")))
 
     @property
     def log(self) -> str:
@@ -132,6 +134,12 @@ class Router:
     @property
     def engines(self) -> list[FakeEngine]:
         return [*self.prefill, *self.decode]
+
+    def hang_up(self, **settings: Any) -> None:
+        """Change the config file and have it read again."""
+        config = json.loads(self.config_path.read_text()) | settings
+        self.config_path.write_text(json.dumps(config))
+        self.process.send_signal(signal.SIGHUP)
 
     def reset(self) -> None:
         for engine in self.engines:
@@ -158,11 +166,12 @@ def launch(
     prefill: list[FakeEngine],
     decode: list[FakeEngine],
     host: str = "127.0.0.1",
+    http: httpx.Client | None = None,
     **settings: Any,
 ) -> Router:
-    """A router process; ``settings`` are keys of its config file."""
+    """A router process; ``settings`` are keys of its config file, ``http`` talks to it."""
     port = free_port(host)
-    config = {"name": "router-0", "host": host, "port": port} | settings
+    config = {"name": "router-0", "host": host, "port": port, "route": "readback"} | settings
     for role, engines in (("prefill", prefill), ("decode", decode)):
         leg = {"prefix_caching": role == "decode"}
         config[role] = {f"{role}-{n}": leg | {"url": e.url} for n, e in enumerate(engines)}
@@ -173,7 +182,9 @@ def launch(
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
     address = f"[{host}]" if ":" in host else host
-    router = Router(process, f"http://{address}:{port}", log_path, config_path, prefill, decode)
+    scheme = "https" if settings.get("tls") else "http"
+    router = Router(process, f"{scheme}://{address}:{port}", log_path, config_path, prefill, decode)
+    router.http = http or router.http
 
     def listening() -> bool:
         assert process.poll() is None, log_path.read_text()

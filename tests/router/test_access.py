@@ -39,14 +39,14 @@ def test_keys_are_read_again(start_router: StartRouter, keys: Path) -> None:
     assert router.get("/v1/models").status_code == 401
     router.hang_up()
     wait_for(
-        lambda: router.http.get(
-            router.url + "/v1/models", headers={"authorization": "Bearer key-three"}
-        ).is_success,
+        lambda: (
+            router.http.get(
+                router.url + "/v1/models", headers={"authorization": "Bearer key-three"}
+            ).is_success
+        ),
         "the new key is good",
     )
-    answer = router.http.get(
-        router.url + "/v1/models", headers={"authorization": "Bearer key-one"}
-    )
+    answer = router.http.get(router.url + "/v1/models", headers={"authorization": "Bearer key-one"})
     assert answer.status_code == 401
 
 
@@ -90,8 +90,9 @@ def test_conversations_are_seen_and_released(start_router: StartRouter) -> None:
     assert newest["leg"] == "decode-0"
     assert newest["usable"]
     short = newest["id"][:12]
-    assert router.get(f"/admin/conversations/{short}").json()["conversations"][0]["id"] == (
-        newest["id"]
+    assert (
+        router.get(f"/admin/conversations/{short}").json()["conversations"][0]["id"]
+        == (newest["id"])
     )
     gone = router.http.delete(router.url + f"/admin/conversations/{short}")
     assert gone.json() == {"released": 1}

@@ -63,9 +63,7 @@ def said_no(client: httpx.Client, router: Router) -> bool:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["bound", "second-signal"])
-def test_what_outlives_the_drain_is_cut_off_cleanly(
-    start_router: StartRouter, again: bool
-) -> None:
+def test_what_outlives_the_drain_is_cut_off_cleanly(start_router: StartRouter, again: bool) -> None:
     router = start_router(drain_timeout=60.0 if again else 0.3)
     router.decode[0].hold_after = 3
     streamed: list[Any] = []

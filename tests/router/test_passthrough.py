@@ -126,9 +126,7 @@ def test_errors_have_the_form_that_the_client_reads(router: Router) -> None:
 @pytest.mark.parametrize(
     ("path", "name"), [("/v1/messages", "api_error"), ("/v1/responses", "engine_error")]
 )
-def test_a_stream_that_breaks_ends_in_an_error_event(
-    router: Router, path: str, name: str
-) -> None:
+def test_a_stream_that_breaks_ends_in_an_error_event(router: Router, path: str, name: str) -> None:
     router.decode[0].faults.append("end")
     answer = router.post({"input": "x", "stream": True}, path)
     kind, last = events(answer.raw)[-1]

@@ -355,9 +355,7 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
     )
 
 
-def _router_config(
-    spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool
-) -> dict[str, Any]:
+def _router_config(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> dict[str, Any]:
     """What pd_router reads; its settings.py describes the keys."""
     router, kv, seen = spec.router, spec.kv_transfer, spec.observability
     limits = router.limits
@@ -398,6 +396,7 @@ def _router_config(
         "max_decode_stall_ms": router.max_decode_stall_ms,
         "rates": router.rates.model_dump(),
         "max_handles": router.max_handles,
+        "deployment": spec.name,
         "state": router.state,
         "api_keys_file": file(router.api_keys_file),
         "admin_token_file": file(router.admin_token_file),
