@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion10, web
 
 from pd_connector import contract
 from pd_router import jsonbytes
@@ -102,6 +102,8 @@ async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse
     form: ErrorForm = "anthropic" if request.path.startswith("/v1/messages") else "openai"
     with drain.running():
         try:
+            if request.version < HttpVersion10:
+                raise TurnError(505, "HTTP/1.1 is spoken here.", "invalid_request_error")
             request.app[ACCESS][0].check(request)
             if request.path.startswith(contract.ADMIN_PATH):
                 request.app[ACCESS][0].check_admin(request)
