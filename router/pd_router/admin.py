@@ -1,5 +1,6 @@
 """``/admin``: looking at conversations and legs, releasing, draining."""
 
+import asyncio
 from typing import Any
 
 from aiohttp import web
@@ -9,6 +10,7 @@ from pd_router.errors import TurnError, bad_request
 from pd_router.handles import Handle
 from pd_router.legs import Leg
 from pd_router.parts import Router
+from pd_router.pipe import open_pipes
 
 MOST_LISTED = 1000
 
@@ -50,7 +52,18 @@ def admin_routes(app: web.Application, key: "web.AppKey[Router]") -> None:
         leg.draining = request.match_info["what"] == "drain"
         return web.json_response(_leg(leg, router.handles.held().get(leg.name)))
 
+    async def process(request: web.Request) -> web.Response:
+        router = request.app[key]
+        return web.json_response(
+            {
+                "tasks": len(asyncio.all_tasks()),
+                "streams": len(open_pipes()),
+                "handles": sum(router.handles.held().values()),
+            }
+        )
+
     base = contract.ADMIN_PATH
+    app.router.add_get(f"{base}/process", process)
     app.router.add_get(f"{base}/conversations", conversations)
     app.router.add_get(f"{base}/conversations/{{id}}", conversation)
     app.router.add_delete(f"{base}/conversations/{{id}}", release)
