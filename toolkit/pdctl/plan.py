@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pd_connector.contract import CONNECTOR_CLASS, CONNECTOR_MODULE
+from pd_connector.contract import (
+    CONNECTOR_CLASS,
+    CONNECTOR_MODULE,
+    HIGH_WATER_KEY,
+    SECRET_FILE_VARIABLE,
+)
 from pdctl.spec.model import Leg as LegSpec
 from pdctl.spec.model import Role, Spec
 from pdctl.spec.units import GIB, format_number
@@ -166,10 +171,19 @@ def _engine(spec: Spec, base: Path, role: str, index: int, leg: LegSpec, on: boo
         venv=venv,
         python=python,
         command=command,
-        env=tuple(_environment(spec, role, settings, leg)),
+        env=(*_secret(spec, base), *_environment(spec, role, settings, leg)),
         flags=tuple(_flags(spec, base, role, settings, leg)),
         kv_config=_kv_config(spec, role, index, leg, on),
     )
+
+
+def _secret(spec: Spec, base: Path) -> Iterator[Variable]:
+    if spec.kv_transfer.secret_file:
+        yield Variable(
+            SECRET_FILE_VARIABLE,
+            _path(spec.kv_transfer.secret_file, base),
+            "The deployment's secret, the same on every node: legs sign their handles with it.",
+        )
 
 
 def _environment(spec: Spec, role: str, settings: Role, leg: LegSpec) -> Iterator[Variable]:
@@ -312,6 +326,8 @@ def _kv_config(spec: Spec, role: str, index: int, leg: LegSpec, on: bool) -> dic
         "decoder_kv_blocks_ttl": ttl,
         "bidirectional_kv_xfer": on,
     }
+    if kv.connector == "pdctl" and role == "decode":
+        extra[HIGH_WATER_KEY] = kv.pinned_high_water
     if cross_layers(spec) == "key":
         extra["enable_cross_layers_blocks"] = "True"
     return config | {
@@ -347,7 +363,7 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
         venv=venv,
         python=interpreter,
         command=(interpreter, "-m", "pd_router"),
-        env=(),
+        env=tuple(_secret(spec, base)),
         flags=(),
         kv_config={},
         config=_router_config(spec, base, engines, on),

@@ -21,14 +21,14 @@ class File:
 def render(deployment: Deployment) -> list[File]:
     """The files of every leg, and ``cleanup.sh``."""
     files = [file for leg in deployment.legs for file in leg_files(leg)]
-    cleanup = _template("cleanup.sh.j2").render(deployment=deployment, q=quote)
+    cleanup = template("cleanup.sh.j2").render(deployment=deployment, q=quote)
     return [*files, File("cleanup.sh", cleanup)]
 
 
 def leg_files(leg: Leg) -> list[File]:
     """What a leg needs to start: its script, and the router's config file."""
     name = "router.sh.j2" if leg.role == "router" else "engine.sh.j2"
-    script = _template(name).render(
+    script = template(name).render(
         leg=leg, q=quote, words=_words, comment=_comment, kv_config=_kv_config(leg)
     )
     files = [File(f"{leg.name}.sh", script)]
@@ -60,7 +60,8 @@ def _kv_config(leg: Leg) -> str:
     return '"$nonce"'.join(f"'{part}'" for part in kv_config_json(leg).split(NONCE))
 
 
-def _template(name: str) -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A template of ``templates/``."""
     return _ENVIRONMENT.get_template(name)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -88,6 +89,17 @@ class DeploymentState:
         """Drop a leg that has stopped; its log stays."""
         (self.folder / f"{leg}.json").unlink(missing_ok=True)
         self.script(leg).unlink(missing_ok=True)
+
+    def secret_file(self) -> Path:
+        """The deployment's secret, made when there is none yet; only its owner can read it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = self.folder / "secret"
+        if not path.exists():
+            _replace(path, secrets.token_hex(32), 0o600)
+        return path
 
     def rotate_log(self, leg: str) -> Path:
         """Make room for the log of a new start.
@@ -175,7 +187,9 @@ def _record(text: str) -> LegRecord:
 def _replace(path: Path, text: str, mode: int) -> None:
     """Write a whole file or nothing."""
     new = path.with_name(f".{path.name}.new")
-    with new.open("w", encoding="utf-8") as stream:
+    # Never readable by others, not even while it is written.
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

@@ -141,10 +141,26 @@ class KvTransfer(Section):
         description="Fewer reusable tokens than this are recomputed, not read.",
     )
     decode_ttl: Duration = Field(
-        480.0, description="How long decode keeps a finished turn's blocks (not renewed)."
+        480.0,
+        description="How long decode keeps a finished turn's blocks unless its lease is renewed.",
+    )
+    pinned_high_water: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        strict=True,
+        description="Share of decode's KV cache in use above which finished turns let their blocks "
+        "go, the longest idle first (pdctl connector).",
     )
     load_failure_policy: Literal["auto", "recompute", "fail"] = Field(
         "auto", description="auto: recompute with the pdctl connector, fail with stock."
+    )
+    secret_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the deployment's secret, the same on every node, with which legs "
+        "sign their handles. Left out: pdctl up makes one, scripts sign nothing unless "
+        "PD_SECRET_FILE is set.",
     )
     engine_id: str = Field(
         "{deployment}-{leg}-{nonce}",
@@ -329,6 +345,47 @@ class Router(Section):
     )
 
 
+class Stack(Section):
+    """What watches the deployment: Prometheus, Alertmanager, Grafana, Tempo, a collector."""
+
+    host: Host = Field(
+        "127.0.0.1", description="Where Prometheus and the others listen and are reached."
+    )
+    prometheus_port: Port = 9090
+    alertmanager_port: Port = 9093
+    grafana_port: Port = 3000
+    scrape_interval: Duration = Field(15.0, description="Time between two looks at every leg.")
+    alert_window: Duration = Field(
+        300.0,
+        description="Short window of the alert rules; the long one is twelve times as long.",
+    )
+    ttft_slo: Duration = Field(
+        2.5, description="Time allowed to the first token; a bucket of the router's histogram."
+    )
+    ttft_target: float = Field(
+        0.95,
+        gt=0,
+        lt=1,
+        strict=True,
+        description="Share of streamed turns that must keep ttft_slo.",
+    )
+    hit_traces: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        strict=True,
+        description="Share of traces of undisturbed, read-back turns that the collector keeps.",
+    )
+    playbooks_url: str | None = Field(
+        None,
+        pattern=URL,
+        description="Where the playbook pages are; Prometheus serves them when left out.",
+    )
+    alert_webhook: str | None = Field(
+        None, pattern=URL, description="URL that Alertmanager posts alerts to."
+    )
+
+
 class Observability(Section):
     otlp_endpoint: str | None = Field(
         None,
@@ -344,6 +401,7 @@ class Observability(Section):
     nixl_log_level: Literal["TRACE", "DEBUG", "INFO", "WARN", "ERROR"] | None = Field(
         None, description="NIXL_LOG_LEVEL; DEBUG shows the rails LIBFABRIC opens."
     )
+    stack: Stack = Field(default_factory=Stack)
 
 
 class Benchmark(Section):
@@ -355,6 +413,23 @@ class Benchmark(Section):
     )
     new_chars_per_turn: Count = Field(600, description="Characters of new text in later turns.")
     answer_tokens: Count = 32
+
+
+class Workload(Section):
+    """What is expected of clients; ``pdctl doctor`` sizes decode's pinned blocks with it."""
+
+    conversations: Count | None = Field(
+        None, description="Conversations in progress at once; sizing is not checked without it."
+    )
+    context_tokens: Count | None = Field(
+        None, description="Tokens of a conversation; model.max_model_len when left out."
+    )
+    turn_gap: Duration = Field(
+        30.0, description="Longest usual time between an answer and the next turn."
+    )
+    conversation_time: Duration = Field(
+        600.0, description="How long a conversation goes on, from first to last turn."
+    )
 
 
 class Spec(Section):
@@ -373,3 +448,4 @@ class Spec(Section):
     router: Router = Field(default_factory=Router)
     observability: Observability = Field(default_factory=Observability)
     benchmark: Benchmark = Field(default_factory=Benchmark)
+    workload: Workload = Field(default_factory=Workload)
