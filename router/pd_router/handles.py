@@ -1,7 +1,6 @@
 """Handles between turns: found, claimed once, restored only if unread, scoped by tenant."""
 
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -10,8 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from pd_connector import contract
-from pd_router import jsonbytes
 from pd_router.history import Past
+from pd_router.packing import unpack as unpack_params
 
 HANDLE_OVERHEAD = 1000
 """Bytes that a held handle is counted with beside what it carries."""
@@ -60,7 +59,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     @property
     def params(self) -> bytes:
         """``kv_transfer_params`` as JSON, every field as decode gave it."""
-        return zlib.decompress(self.packed)
+        return unpack_params(self.packed)
 
     @property
     def size(self) -> int:
@@ -81,10 +80,6 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
 def unpack(raw: bytes) -> Handle:
     """The handle of :meth:`Handle.pack`. Raises :class:`msgspec.DecodeError`."""
     return msgspec.msgpack.decode(raw, type=Handle)
-
-
-def pack_params(params: Mapping[str, Any]) -> bytes:
-    return zlib.compress(jsonbytes.dump(dict(params)), 1)
 
 
 def can_be_read(params: Mapping[str, Any]) -> bool:

@@ -14,8 +14,9 @@ import redis
 from router_rig import Chat, Router, StartRouter, launch, wait_for
 
 from fake_engine import FakeEngine
-from pd_router.handles import Handle, pack_params
+from pd_router.handles import Handle
 from pd_router.history import Past
+from pd_router.packing import pack
 from pd_router.store_redis import RedisStore
 from ports import free_ports
 
@@ -101,7 +102,7 @@ def handle(
         id=name,
         request=f"r-{name}",
         key=key,
-        packed=pack_params({"remote_request_id": name}),
+        packed=pack({"remote_request_id": name}),
         leg=leg,
         engine=engine,
         past=past,
