@@ -1,16 +1,16 @@
 """Handles between turns: found, claimed once, restored only if unread, scoped by tenant."""
 
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
 
 from pd_connector import contract
-from pd_router import jsonbytes
 from pd_router.history import Past
+from pd_router.packing import unpack as unpack_params
 
 HANDLE_OVERHEAD = 1000
 """Bytes that a held handle is counted with beside what it carries."""
@@ -59,7 +59,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def params(self) -> bytes:
         """``kv_transfer_params`` as JSON, every field as decode gave it."""
-        return zlib.decompress(self.packed)
+        return unpack_params(self.packed)
 
     @property
     def size(self) -> int:
@@ -80,10 +80,6 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def unpack(raw: bytes) -> Handle:
     """The handle of :meth:`Handle.pack`. Raises :class:`msgspec.DecodeError`."""
     return msgspec.msgpack.decode(raw, type=Handle)
-
-
-def pack_params(params: Mapping[str, Any]) -> bytes:
-    return zlib.compress(jsonbytes.dump(dict(params)), 1)
 
 
 def can_be_read(params: Mapping[str, Any]) -> bool:
@@ -123,10 +119,19 @@ class HandleStore(Protocol):
     async def drop(self, handles: Iterable[Handle], reason: str) -> None:
         """Forget handles."""
 
+    async def newest(self, start: int, count: int) -> list[Handle]:
+        """Held handles, the newest first, ``start`` of them left out."""
+        ...
+
     def held(self) -> Mapping[str, int]:
         """Usable handles by leg, as far as this process knows."""
 
     def bytes_held(self) -> int: ...
+
+    async def watch(self) -> None:
+        """What the store does on the side, until it is cancelled."""
+
+    async def close(self) -> None: ...
 
 
 class MemoryStore:
@@ -195,6 +200,9 @@ class MemoryStore:
             if handle.id in self._by_age:
                 self._forget(handle, reason)
 
+    async def newest(self, start: int, count: int) -> list[Handle]:
+        return list(islice(reversed(self._by_age.values()), start, start + count))
+
     def held(self) -> Mapping[str, int]:
         now = time.time()
         count: dict[str, int] = {}
@@ -205,6 +213,12 @@ class MemoryStore:
 
     def bytes_held(self) -> int:
         return self._bytes
+
+    async def watch(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
 
     def _oldest(self) -> Handle:
         return next(iter(self._by_age.values()))

@@ -10,10 +10,11 @@ from typing import Any
 
 from pd_connector import contract
 from pd_router.answer import Answer
-from pd_router.handles import Handle, can_be_read, pack_params
+from pd_router.handles import Handle, can_be_read
 from pd_router.history import Prompt
 from pd_router.identity import Identity
 from pd_router.legs import Leg, base_of
+from pd_router.packing import pack
 from pd_router.parts import Router
 from pd_router.relay import OnComplete
 from pd_router.settings import Settings
@@ -86,7 +87,7 @@ class Keeper:
             id=os.urandom(8).hex(),
             request=str(known.get(contract.REMOTE_REQUEST_ID) or ""),
             key=key,
-            packed=b"" if params is None else pack_params(params),
+            packed=b"" if params is None else pack(params),
             leg=self.leg.name,
             engine=engine,
             past=past,

@@ -10,19 +10,28 @@ from collections.abc import Callable
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from pd_router.engines import EngineAnswer, answer_failures
+from pd_router.engines import EngineAnswer, LegFailure, answer_failures
 from pd_router.relay import StreamRelay
 from pd_router.sse import EventTooLarge
 
 HIGH_WATER = 64 << 10
 """Bytes waiting for a client above which decode is no longer read."""
 
-CLIENT_STALL_SECONDS = 120.0
-"""How long a client may take nothing of a stream that waits for it."""
-
 
 class ClientStalled(ConnectionResetError):
     """The client took nothing for too long, and its connection was dropped."""
+
+
+class Interrupted(LegFailure):
+    """The router itself ends the stream."""
+
+
+_open: "set[StreamPipe]" = set()
+
+
+def open_pipes() -> "list[StreamPipe]":
+    """Streams that are under way."""
+    return list(_open)
 
 
 class StreamPipe:
@@ -52,6 +61,8 @@ class StreamPipe:
         self._on_first: Callable[[], None] | None = on_first
         self._draining: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
+        self.task: asyncio.Task[object] | None = None
+        """Who waits for it."""
 
     async def run(self) -> None:
         """Pass the stream on until decode has ended it.
@@ -59,6 +70,8 @@ class StreamPipe:
         Raises :class:`~pd_router.engines.LegFailure`, :class:`~pd_router.sse.EventTooLarge`
         or, when the client has gone, :class:`ConnectionResetError`.
         """
+        self.task = asyncio.current_task()
+        _open.add(self)
         try:
             with answer_failures(self._answer.leg):
                 self._engine.attach(self._take)
@@ -67,10 +80,15 @@ class StreamPipe:
             if self._failure is None:
                 raise
         finally:
+            _open.discard(self)
             if self._draining is not None:
                 self._draining.cancel()
         if self._failure is not None:
             raise self._failure
+
+    def interrupt(self, reason: str) -> None:
+        """End the stream as if its leg had failed for ``reason``."""
+        self._give_up(Interrupted(self._answer.leg, reason))
 
     async def finish(self, response: web.StreamResponse) -> None:
         """End the client's body, once it has taken what waits for it."""
