@@ -1,5 +1,6 @@
 """The connector on the real engine: what is read is right, what is wrong is refused."""
 
+import json
 from typing import Any
 
 import pytest
@@ -240,3 +241,5 @@ def test_a_leg_tells_its_settings(deployment: Deployment, leg: str) -> None:
     secret = (deployment.folder / "state" / deployment.name / "secret").read_text()
     assert secret not in deployment.log(f"{leg}-0") + str(found)
     assert "signed=on" in deployment.log(f"{leg}-0")
+    line = next(x for x in deployment.log(f"{leg}-0").splitlines() if contract.LOG_SETTINGS in x)
+    assert json.loads(line.partition(f"{contract.LOG_SETTINGS}: ")[2]) == found
