@@ -66,7 +66,8 @@ def telling_line(lines: list[str]) -> str | None:
     """The line that most likely says what went wrong, None when none does."""
     errors = [line for line in lines if _ERROR.search(line)]
     causes = [line for line in errors if not _CONSEQUENCE.search(line)]
-    return (causes or errors or [None])[-1]
+    found = causes or errors
+    return found[-1] if found else None
 
 
 def tail(log: Path) -> list[str]:
