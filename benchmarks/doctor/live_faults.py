@@ -27,7 +27,7 @@ from tests.doctor.faulty import (
     Faulty,
     with_config,
     with_env,
-    with_flag,
+    with_router,
     with_transfer,
 )
 
@@ -125,7 +125,7 @@ def sides(table: Table) -> None:
         place.start(place.leg(R))
         place.turns(4)
         table.row("healthy, after turns (on/on)", place)
-        place.start(with_flag(place.leg(R), "--handle-ttl", "900"))
+        place.start(with_router(place.leg(R), handle_ttl=900.0))
         table.row("router TTL above decode's", place, "PD4003")
         place.start(place.leg(R))
         timed("decode off", lambda: place.start(place.leg(D, False)))

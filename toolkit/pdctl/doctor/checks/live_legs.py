@@ -15,7 +15,8 @@ _LOOPBACK = re.compile(r"^(localhost|127\.|::1$|0\.0\.0\.0$|::$)")
 
 def _not_running(evidence: Evidence) -> Iterator[Answer]:
     states = {leg.name: found for leg in evidence.legs if (found := state(leg))}
-    if states and all(found.phase == "not started" for found in states.values()):
+    stopped = all(found.phase == "not started" for found in states.values())
+    if states and stopped and not any(found.detail for found in states.values()):
         silent = [leg for leg in evidence.legs if (h := health(leg)) and h.status is None]
         if len(silent) == len(states):
             yield Finding(
@@ -46,6 +47,15 @@ def _not_running(evidence: Evidence) -> Iterator[Answer]:
                 if port
                 else "Correct what the line says, then `pdctl up SPEC`.",
             )
+        elif found is not None and found.phase == "not started" and found.detail:
+            yield Finding(
+                leg.name,
+                "certain",
+                (found.excerpt,),
+                f"The leg does not run; its last start ended with: {found.detail}.",
+                f"Correct that (`pdctl logs DEPLOYMENT {leg.name}` shows all of it), then "
+                "`pdctl up SPEC`.",
+            )
         elif found is not None and found.phase == "dead":
             yield Finding(
                 leg.name,
@@ -55,6 +65,9 @@ def _not_running(evidence: Evidence) -> Iterator[Answer]:
                 f"Correct what its log says (`pdctl logs DEPLOYMENT {leg.name}`), then "
                 "`pdctl up SPEC`: it restarts what does not run.",
             )
+        elif stopped and states:
+            # Stopped with the leg whose start failed.
+            continue
         elif answer is not None and answer.status != 200:
             said = f"answers {answer.status}" if answer.status else f"does not ({answer.error})"
             starting = found is not None and found.phase == "starting"
@@ -208,6 +221,7 @@ CHECKS = (
         playbook="leg-not-healthy",
         needs=("commands|http",),
         run=_not_running,
+        explains=("PD8505",),
         symptom=True,
     ),
     Check(
