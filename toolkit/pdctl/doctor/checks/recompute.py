@@ -326,7 +326,7 @@ def _threshold_too_high(evidence: Evidence) -> Iterator[Answer]:
                 (each.excerpt, longest.excerpt),
                 f"kv_recompute_threshold ({tokens:g}) is not below the longest prompt ({limit:g}): "
                 "no turn can ever reach it, so nothing is read back.",
-                "Lower it (64 is the default; pdctl bench tune measures the right one).",
+                "Lower it (64 is the default; pdctl tune measures the right one).",
             )
             return
     below = _turns(evidence, "below_threshold")
@@ -339,7 +339,7 @@ def _threshold_too_high(evidence: Evidence) -> Iterator[Answer]:
             (below[1], *((stated.excerpt,) if stated else ())),
             "Nearly every turn falls below kv_recompute_threshold, so it is recomputed.",
             "Compare the threshold with the length of your turns and lower it (64 is the default; "
-            "pdctl bench tune measures the right one).",
+            "pdctl tune measures the right one).",
             severity="warning",
         )
 
@@ -519,8 +519,8 @@ CHECKS = (
         _threshold_too_high,
         needs=("config|metrics|log",),
         patterns=LOG_SETTINGS,
-        premises=("PD4560",),
-        explains=("PD4511", "PD4562"),
+        premises=(),
+        explains=("PD4511",),
     ),
     Check(
         "PD4510",
