@@ -17,6 +17,9 @@ _WORKER_METHODS = {
     "_read_blocks_for_req": ("req_id", "meta"),
     "_is_turn2_read_expired": ("meta",),
     "_handle_failed_transfer": ("req_id", "handle"),
+    "_pop_done_transfers": ("transfers",),
+    "start_load_kv": ("metadata",),
+    "get_finished": (),
 }
 SCHEDULER_ATTRIBUTES = (
     "is_bidirectional_kv_xfer_enabled",
