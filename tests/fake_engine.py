@@ -125,6 +125,10 @@ class FakeEngine:
         self.reads = 0
         self.healthy = True
         self.leases = True
+        self.tokenizer = True
+        self.lease_posts = 0
+        self.looked_at = 0
+        self.reads_fail = False
         self.released_turns: list[str] = []
         self.tokenized: list[dict[str, Any]] = []
         self.cached: list[str] = []
@@ -177,6 +181,12 @@ class FakeEngine:
         if failure:
             raise failure[0]
         return self
+
+    def restart(self) -> None:
+        """Be a new engine that holds no blocks, with nobody noticing a gap."""
+        self.engine_id = f"fake-{self.role}-{uuid.uuid4().hex}"
+        self.blocks = {}
+        self.started = time.time()
 
     def stop(self) -> None:
         """Go away as a killed process does: every connection is reset."""
@@ -296,6 +306,8 @@ class FakeEngine:
         if not params.keys() >= HANDLE_KEYS:
             self.violations.append(f"handle lacks {HANDLE_KEYS - params.keys()}")
         assert self._session is not None
+        if self.reads_fail and self.role == "prefill":
+            raise EngineFailure("KV load failure")
         url = f"http://{params['remote_host']}:{params['remote_port']}/fake/read"
         try:
             async with self._session.post(url, json=params) as answer:
@@ -436,13 +448,17 @@ class FakeEngine:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if not self.tokenizer:
+            return web.Response(status=404)
         self.tokenized.append(body)
         return web.json_response({"tokens": [ord(char) for char in render(body)]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        self.looked_at += 1
         return web.Response(text=f"# fake\nprocess_start_time_seconds {self.started}\n")
 
     async def _leases(self, request: web.Request) -> web.Response:
+        self.lease_posts += 1
         if not self.leases:
             return web.Response(status=404)
         body = await request.json()

@@ -11,8 +11,12 @@ from pd_router.facts import Facts
 from pd_router.legs import Leg
 from pd_router.settings import Rates, Settings
 
-_FORGET = 0.9
+_FORGET = 0.85
 """Weight of everything learned so far when a turn is added."""
+
+_WORTH = 0.8
+"""Computing again what a readback would bring takes prefill from others, so it has to be
+faster by more than the estimates are wrong."""
 
 # Before anything is learned: 32B parameters in bf16, one H200 per leg.
 _PREFILL = (20.0, 0.14)
@@ -143,9 +147,9 @@ class Chooser:
             return Choice(Route.RECOMPUTE, reason, everything)
         costs = {Route.RECOMPUTE: self._recompute(asked, asked.prefill)}
         if asked.readable:
-            costs[Route.READBACK] = self._readback(asked, asked.prefill, read.new_tokens)
+            costs[Route.READBACK] = _WORTH * self._readback(asked, asked.prefill, read.new_tokens)
         if why_not is None:
-            costs[Route.APPEND] = self._append(asked.decode, append.new_tokens)
+            costs[Route.APPEND] = _WORTH * self._append(asked.decode, append.new_tokens)
         route = min(costs, key=lambda route: costs[route])
         if route is Route.APPEND:
             return replace(append, reason="cheapest")

@@ -135,6 +135,14 @@ class Router:
     def engines(self) -> list[FakeEngine]:
         return [*self.prefill, *self.decode]
 
+    def wait_released(self, turns: set[str]) -> None:
+        """Wait until decode has been told to release these turns."""
+
+        def told() -> bool:
+            return turns <= {turn for engine in self.decode for turn in engine.released_turns}
+
+        wait_for(told, f"{turns} are released")
+
     def reset(self) -> None:
         for engine in self.engines:
             engine.reset()
@@ -160,13 +168,16 @@ def launch(
     prefill: list[FakeEngine],
     decode: list[FakeEngine],
     host: str = "127.0.0.1",
+    prefix_caching: bool = True,
+    leg_bidirectional: bool = True,
     **settings: Any,
 ) -> Router:
     """A router process; ``settings`` are keys of its config file."""
     port = free_port(host)
     config = {"name": "router-0", "host": host, "port": port, "route": "readback"} | settings
     for role, engines in (("prefill", prefill), ("decode", decode)):
-        leg = {"prefix_caching": role == "decode"}
+        leg = {"prefix_caching": role == "decode" and prefix_caching}
+        leg["bidirectional"] = leg_bidirectional or role == "decode"
         config[role] = {f"{role}-{n}": leg | {"url": e.url} for n, e in enumerate(engines)}
     number = next(numbers)
     config_path, log_path = folder / f"router-{number}.json", folder / f"router-{number}.log"
