@@ -15,6 +15,7 @@ from pdctl.doctor.checks.lines import (
 from pdctl.doctor.checks.reading import (
     LOG_SETTINGS,
     Setting,
+    config_values,
     number,
     seen,
     settings,
@@ -89,7 +90,7 @@ def router_ttls(evidence: Evidence) -> list[Setting]:
     """How long the router keeps handles, in seconds."""
     found = []
     for leg in evidence.legs:
-        for path, value in leg.config.values if leg.config else ():
+        for path, value in config_values(leg):
             words = path.lower()
             mine = leg.role == "router" or "router" in words or "proxy" in words
             seconds = number(value)

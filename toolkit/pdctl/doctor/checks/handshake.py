@@ -22,6 +22,7 @@ from pdctl.doctor.checks.reading import (
     LOG_SETTINGS,
     Seen,
     Setting,
+    config_values,
     number,
     older,
     same,
@@ -159,7 +160,7 @@ def _overlap(leg: str, evidence: Evidence) -> tuple[Excerpt, ...]:
     for each in evidence.legs:
         if each.name != leg or not each.config:
             continue
-        for path, value in each.config.values:
+        for path, value in config_values(each):
             match = re.search(r":(\d{2,5})$", str(value))
             if not path.endswith("endpoint") or "event" not in path or not match:
                 continue
@@ -226,7 +227,7 @@ def _replicas(evidence: Evidence, each: Setting) -> bool:
             ranks = leg.config.get("data_parallel_rank") if leg.config else None
             if isinstance(ranks, list) and len(ranks) > 1:
                 return True
-            for path, value in leg.config.values if leg.config else ():
+            for path, value in config_values(leg):
                 mine = leg.role == each.role or each.role in path
                 if mine and path.endswith("replicas") and (number(value) or 1) > 1:
                     return True

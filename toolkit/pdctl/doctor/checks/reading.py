@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdctl.doctor.evidence.config import parse_config
 from pdctl.doctor.evidence.facts import Evidence, LegEvidence
 from pdctl.doctor.model import DEPLOYMENT, Excerpt, Pattern
 
@@ -242,10 +244,37 @@ def ucx_only(evidence: Evidence) -> bool:
     return bool(evidence.spec and evidence.spec.kv_transfer.backend == "UCX")
 
 
+def config_values(leg: LegEvidence) -> list[tuple[str, Any]]:
+    """Settings of a leg's configuration by path; arguments in lists and texts are settings too."""
+    if leg.config is None:
+        return []
+    found = list(leg.config.values)
+    for path, value in leg.config.values:
+        words = value if isinstance(value, list) else [value]
+        if path and all(isinstance(w, str) for w in words) and any("--" in w for w in words):
+            told = parse_config(shlex.join(words) if isinstance(value, list) else words[0])
+            found += [(f"{path}.{inner}", each) for inner, each in (told.values if told else ())]
+    return found
+
+
+def _named(leg: LegEvidence, key: str) -> list[tuple[str, Any]]:
+    """Values of a setting wherever it stands, camelCase or snake_case."""
+    wanted = key.replace("-", "_").lower()
+    return [
+        (path, value)
+        for path, value in config_values(leg)
+        if f".{_snake(path)}".endswith(f".{wanted}")
+    ]
+
+
+def _snake(path: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path).replace("-", "_").lower()
+
+
 def _of_leg(leg: LegEvidence, name: str) -> Iterator[Setting]:
     source = f"{leg.name}/config.txt"
     for key in NAMES[name]:
-        for path, value in leg.config.all(key) if leg.config else ():
+        for path, value in _named(leg, key):
             if not _foreign(path, leg.role):
                 yield Setting(leg.name, leg.role, value, Excerpt(source, f"{path}: {value}"))
         if leg.env is not None and key in leg.env:
@@ -277,7 +306,7 @@ def _foreign(path: str, role: str) -> bool:
 
 def _of_deployment(leg: LegEvidence, name: str, wanted: Iterable[str]) -> Iterator[Setting]:
     for key in NAMES[name]:
-        for path, value in leg.config.all(key) if leg.config else ():
+        for path, value in _named(leg, key):
             words = set(re.split(r"[^a-z]+", path.lower()))
             named = [role for role in ("prefill", "decode", "router") if role in words]
             shown = Excerpt(f"{leg.name}/config.txt", f"{path}: {value}")

@@ -10,6 +10,7 @@ from pdctl.doctor.checks.lines import KV_TRANSFER_METRICS
 from pdctl.doctor.checks.reading import (
     LOG_SETTINGS,
     Setting,
+    config_values,
     is_true,
     number,
     seen,
@@ -17,6 +18,7 @@ from pdctl.doctor.checks.reading import (
     settings,
 )
 from pdctl.doctor.evidence.facts import Evidence, LegEvidence
+from pdctl.doctor.evidence.metrics import Metrics
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
 NO_CONNECTOR = Pattern(
@@ -57,6 +59,12 @@ RESULT_MISSING = Pattern(
     r"(?i)missing the prefill_result|\b(?:no|missing|without|empty|did not return|lacks?)\b[\w ]*"
     r"\bkv_transfer_params|kv_transfer_params (?:(?:is|was|are) (?:missing|none|null|empty|absent)"
     r"|missing|absent|not (?:found|present))",
+)
+STATISTICS = Pattern(
+    "engine-statistics",
+    ("External prefix cache hit rate",),
+    r"Avg prompt throughput: (?P<prompt>[\d.]+).*Prefix cache hit rate: (?P<local>[\d.]+)%.*"
+    r"External prefix cache hit rate: (?P<external>[\d.]+)%",
 )
 SUCCESS = "vllm:request_success_total"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
@@ -271,7 +279,7 @@ def _inert_cache(evidence: Evidence) -> Iterator[Answer]:
 def _slow_on_one_node(evidence: Evidence) -> Iterator[Answer]:
     nodes = [each for each in settings(evidence, "node", "prefill", "decode")]
     for leg in evidence.legs:
-        for path, value in leg.config.values if leg.config else ():
+        for path, value in config_values(leg):
             if re.fullmatch(r"nodes?\.(prefill|decode)", path) and not any(
                 each.excerpt.text.startswith(path) for each in nodes
             ):
@@ -326,7 +334,7 @@ def _threshold_too_high(evidence: Evidence) -> Iterator[Answer]:
                 (each.excerpt, longest.excerpt),
                 f"kv_recompute_threshold ({tokens:g}) is not below the longest prompt ({limit:g}): "
                 "no turn can ever reach it, so nothing is read back.",
-                "Lower it (64 is the default; pdctl bench tune measures the right one).",
+                "Lower it (64 is the default; pdctl tune measures the right one).",
             )
             return
     below = _turns(evidence, "below_threshold")
@@ -339,7 +347,7 @@ def _threshold_too_high(evidence: Evidence) -> Iterator[Answer]:
             (below[1], *((stated.excerpt,) if stated else ())),
             "Nearly every turn falls below kv_recompute_threshold, so it is recomputed.",
             "Compare the threshold with the length of your turns and lower it (64 is the default; "
-            "pdctl bench tune measures the right one).",
+            "pdctl tune measures the right one).",
             severity="warning",
         )
 
@@ -385,6 +393,39 @@ def _invalid(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+def _unmatched(metrics: Metrics) -> tuple[Excerpt, ...]:
+    asked, found = (
+        "vllm:external_prefix_cache_queries_total",
+        "vllm:external_prefix_cache_hits_total",
+    )
+    moved = metrics.value("vllm:nixl_bytes_transferred_count")
+    if (metrics.value(asked) or 0) > 10_000 and metrics.value(found) == 0 and not moved:
+        return metrics.excerpt(found), metrics.excerpt(asked)
+    return ()
+
+
+def _no_external_hits(evidence: Evidence) -> Iterator[Answer]:
+    """vLLM's own statistics lines of a decode leg that works on prompts."""
+    for leg in evidence.role("decode"):
+        hits = leg.hits.get(STATISTICS.name)
+        busy = [
+            hit
+            for hit in (hits.last if hits else [])
+            if float(hit.groups["prompt"]) > 100 and float(hit.groups["local"]) < 20
+        ]
+        if len(busy) >= 3 and all(float(hit.groups["external"]) == 0 for hit in busy):
+            yield Finding(
+                leg.name,
+                "likely",
+                tuple(hit.excerpt for hit in busy[-2:]),
+                "Decode works on prompts and its external prefix cache hit rate stays at 0: it "
+                "computes what prefill has computed.",
+                "Follow one request: prefill's answer must hold kv_transfer_params and decode's "
+                "request must carry them. pdctl verify SPEC proves it end to end.",
+                severity="warning",
+            )
+
+
 def _nothing_transferred(evidence: Evidence) -> Iterator[Answer]:
     for leg in evidence.role("decode"):
         if not leg.metrics:
@@ -408,6 +449,17 @@ def _nothing_transferred(evidence: Evidence) -> Iterator[Answer]:
                 "request must carry them, decode's log must show no 'invalid KVTransferParams' "
                 "and no failed handshake. pdctl verify SPEC proves it end to end.",
             )
+        elif unmatched := _unmatched(leg.metrics):
+            yield Finding(
+                leg.name,
+                "likely",
+                unmatched,
+                "Decode asks its connector for every prompt and never finds anything: no token "
+                "came from prefill.",
+                "Follow one request: prefill's answer must hold kv_transfer_params and decode's "
+                "request must carry them. pdctl verify SPEC proves it end to end.",
+            )
+    yield from _no_external_hits(evidence)
     for leg in evidence.role("prefill", "router"):
         if not leg.metrics:
             continue
@@ -540,8 +592,8 @@ CHECKS = (
         "error",
         "nothing-transferred",
         _nothing_transferred,
-        needs=("metrics",),
-        patterns=LOG_SETTINGS,
+        needs=("metrics|log",),
+        patterns=(STATISTICS, *LOG_SETTINGS),
     ),
     Check(
         "PD4512",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pd_connector.contract import CONVERSATION_HEADERS
 from pdctl.doctor.checks.captures import answers, request_heads, requests
-from pdctl.doctor.checks.reading import number, seen
+from pdctl.doctor.checks.reading import config_values, number, seen
 from pdctl.doctor.evidence.facts import Capture, Evidence, LegEvidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
@@ -139,7 +139,7 @@ def _store_per_replica(evidence: Evidence) -> Iterator[Answer]:
     memory: list[Excerpt] = []
     sticky = False
     for leg in evidence.legs:
-        for path, value in leg.config.values if leg.config else ():
+        for path, value in config_values(leg):
             words = path.lower()
             mine = leg.role == "router" or re.search(r"router|proxy|gateway|frontend|epp", words)
             if not mine:
@@ -187,7 +187,7 @@ def _no_affinity(evidence: Evidence) -> Iterator[Answer]:
             continue
         policies = [
             (path, str(value))
-            for path, value in leg.config.values
+            for path, value in config_values(leg)
             if re.search(r"(?:^|[._])(?:policy|load_balanc\w*|lb_method)$", path.lower())
             and "failure" not in path
             and "prefill" not in path.lower()
@@ -196,7 +196,7 @@ def _no_affinity(evidence: Evidence) -> Iterator[Answer]:
         free = [each for each in policies if _AFFINITY_FREE.search(each[1])]
         legs = [
             v
-            for p, v in leg.config.values
+            for p, v in config_values(leg)
             if re.search(r"(?:^|\.)decod\w*(?:_hosts|_urls)?$", p.lower())
         ]
         several = (
@@ -250,7 +250,7 @@ def _other_blocks(evidence: Evidence) -> Iterator[Answer]:
     """A router that hashes prompts in other blocks than the engines cache them in."""
     found: dict[str, tuple[float, Excerpt, str]] = {}
     for leg in evidence.legs:
-        for path, value in leg.config.values if leg.config else ():
+        for path, value in config_values(leg):
             size = number(value)
             plain = path.replace("-", "_")
             if not size or isinstance(value, bool) or not _BLOCK_KEYS.search(plain):

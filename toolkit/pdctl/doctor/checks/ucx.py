@@ -116,7 +116,39 @@ def _driver_abi(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+def _named_but_absent(evidence: Evidence) -> Iterator[Answer]:
+    """UCX_NET_DEVICES against what the node lists."""
+    for leg in evidence.legs:
+        named = re.findall(r"[\w.-]+(?=:\d)", leg.variable("UCX_NET_DEVICES") or "")
+        listed = next(
+            (
+                command
+                for command in leg.commands
+                if re.search(r"/sys/class/infiniband|ibv_devices|rdma link", command.line)
+                and re.search(r"\b(?:mlx\d|rdmap|efa_|ibp|roce)\w*", command.output)
+            ),
+            None,
+        )
+        absent = [name for name in named if listed and not re.search(rf"\b{name}\b", listed.output)]
+        if absent and listed:
+            yield Finding(
+                leg.name,
+                "likely",
+                (
+                    Excerpt(f"{leg.name}/env.txt", f"UCX_NET_DEVICES={','.join(named)}"),
+                    listed.excerpt,
+                ),
+                f"UCX_NET_DEVICES names {', '.join(absent)}, which this host does not have: with "
+                "nothing left UCX does not start, with something left it goes on with that.",
+                "Compare UCX_NET_DEVICES with ls /sys/class/infiniband on this node, or use "
+                "UCX_NET_DEVICES=all.",
+            )
+
+
 def _not_available(evidence: Evidence) -> Iterator[Answer]:
+    if not seen(evidence, NOT_AVAILABLE):
+        yield from _named_but_absent(evidence)
+        return
     found = seen(evidence, NOT_AVAILABLE)
     names = [n for text in found.counts("names") for n in re.findall(r"'([^']+)'", text)]
     missing = [name for name in dict.fromkeys(names) if "cuda" not in name and "rocm" not in name]
@@ -315,7 +347,7 @@ CHECKS = (
         "error",
         "ucx-device-missing",
         _not_available,
-        needs=("log|commands",),
+        needs=("log|commands|env",),
         patterns=(NOT_AVAILABLE,),
         explains=("PD1015", "PD1016", "PD2009", "PD6502", "PD6504"),
     ),
