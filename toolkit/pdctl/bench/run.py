@@ -178,6 +178,7 @@ class Runner:
         self._exact = True
         self._said_at = 0.0
         self._warm: set[str] = set()
+        self._tokenizers: dict[str, Tokenizer] = {}
 
     def go(self, settings: dict[str, Any]) -> None:
         """Run what is not yet done.
@@ -225,7 +226,9 @@ class Runner:
             if not described:
                 self._out.write_environment(environment(site.engines))
                 described = True
-            tokenizer = self._await(self._tokenizer(site))
+            if fresh or site.target.url not in self._tokenizers:
+                self._tokenizers[site.target.url] = self._await(self._tokenizer(site))
+            tokenizer = self._tokenizers[site.target.url]
             self._exact = tokenizer.exact
             if fresh and self._options.age:
                 self._age(site, tokenizer, arm)

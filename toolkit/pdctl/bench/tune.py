@@ -1,5 +1,6 @@
 """From measurements to settings."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,7 @@ def advise(run: Run, gaps: list[float], turns_per_second: float | None) -> Advic
     found = fit(run)
     threshold = None
     if found.break_even is not None:
-        threshold = max(STEP, -(-int(found.break_even.value) // STEP) * STEP)
+        threshold = max(STEP, math.ceil(found.break_even.value / STEP) * STEP)
     kv_tokens = min(
         (
             counters["kv_tokens"]

@@ -206,7 +206,7 @@ def command(**given: Any) -> None:
     else:
         click.echo(as_text(result))
         click.echo(f"run: {folder} (pdctl report {folder} -o html)")
-    sys.exit(0 if result.comparable or len(run.arms) == 1 else 1)
+    sys.exit(result.code)
 
 
 def _run_name(spec: Path | None) -> str:
