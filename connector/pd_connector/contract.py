@@ -55,30 +55,44 @@ REMOTE_REQUEST_ID = "remote_request_id"
 REMOTE_HOST = "remote_host"
 REMOTE_PORT = "remote_port"
 REMOTE_NUM_TOKENS = "remote_num_tokens"
+REMOTE_EXPIRY = "remote_blocks_expiry_time"
+"""When decode frees the blocks, in seconds of the clock of decode's engine."""
 
 READ_MARGIN_SECONDS = 5.0
 """vLLM's prefill declines blocks with less time left than this
 (``_KV_BLOCKS_EXPIRY_SAFETY_MARGIN`` in ``nixl/pull_worker.py``)."""
+CLAIM_SECONDS = 30.0
+"""How long decode keeps a claimed turn for its reader; a read that takes longer is recomputed."""
 
 # Fields that pd_connector adds to a handle; stock vLLM ignores unknown keys.
 PD_TOKENS = "pd_tokens"
-"""On decode's handle: ``{"v": 1, "n": tokens, "digest": hex}``, a digest over the
-first ``n`` token ids of the finished turn. Prefill compares it with its prompt."""
+"""``{"v": 2, "n": tokens, "b": block size, "g": tokens per digest, "d": digests, "e": digest}``:
+which tokens the handle's blocks hold (:mod:`pd_connector.proof`). Prefill compares them with its
+prompt, decode with its own."""
 PD_REUSE = "pd_reuse"
 """On prefill's handle: ``{"outcome": Outcome, "tokens_read": tokens, "reason": text,
 "read_ms": milliseconds, "read_bytes": bytes}`` of the prompt; the last three may be missing."""
+PD_LEASE = "pd_lease"
+"""On decode's handle: ``{"v": 1}``. Decode knows claims: prefill asks it before it reads (see
+docs/engine-http.md), and decode's answer counts, not ``remote_blocks_expiry_time``."""
+PD_PREVIOUS = "pd_previous"
+"""In the kv_transfer_params of a decode request: ``remote_request_id`` of the handle of the turn
+before. Decode frees that turn once this one's blocks are kept. Prefill's answer carries it; for a
+request that goes to decode alone the router sets it."""
 PD_SIGNATURE = "pd_sig"
-"""On a handle: signature of the leg that made it; prefill and decode refuse a handle whose
-signature does not hold."""
-
+"""Signature of a handle by the leg that made it (:mod:`pd_connector.signature`)."""
 # HTTP paths that pd_connector adds to an engine; JSON, with a bearer token where it says so.
 ENGINE_SETTINGS_PATH = "/pd/settings"
 """GET: the effective settings of the leg, read only (also tells provider and rails)."""
 ENGINE_LEASES_PATH = "/pd/leases"
-"""GET: turns whose blocks decode keeps. POST ``{"release": [ids], "renew": {id: seconds}}``
-with the deployment's key (:data:`LEASE_KEY_HEADER`); unknown ids are ignored."""
+"""GET: the finished turns whose blocks decode keeps. POST ``{"release": [ids], "renew": {id:
+seconds}}``, ids being ``remote_request_id`` of handles: frees turns now, or lets them live at
+least so many seconds from now. Both need the deployment's key (:data:`LEASE_KEY_HEADER`); unknown
+ids are named in the answer and otherwise ignored. docs/engine-http.md has the answers."""
 LEASE_KEY_HEADER = "X-PD-Key"
-"""Proves to an engine that the router belongs to its deployment."""
+"""Proves to an engine that the router belongs to its deployment: the hex digits of
+HMAC-SHA256(secret, :data:`LEASE_KEY_INPUT`). Without a secret the engine answers loopback only."""
+LEASE_KEY_INPUT = b"leases"
 SECRET_FILE_VARIABLE = "PD_SECRET_FILE"
 """Environment variable of engines and router: the file that holds the deployment's secret."""
 
@@ -125,13 +139,23 @@ ENGINE_NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
 ENGINE_NIXL_TRANSFERS = "vllm:nixl_bytes_transferred_count"
 ENGINE_NIXL_EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 ENGINE_NIXL_FAILED = "vllm:nixl_num_failed_transfers_total"
+ENGINE_KV_USAGE = "vllm:kv_cache_usage_perc"
+ENGINE_RUNNING = "vllm:num_requests_running"
+ENGINE_WAITING = "vllm:num_requests_waiting"
+ENGINE_WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
+ENGINE_PREEMPTIONS = "vllm:num_preemptions_total"
+ENGINE_QUEUE_SECONDS = "vllm:request_queue_time_seconds"
+ENGINE_PREFILL_SECONDS = "vllm:request_prefill_time_seconds"
+ENGINE_GENERATION_TOKENS = "vllm:generation_tokens_total"
+
+HIGH_WATER_KEY = "pd_pinned_high_water"
+"""In kv_connector_extra_config: the share of the KV cache in use above which decode lets finished
+turns go."""
 ENGINE_NIXL_SECONDS = "vllm:nixl_xfer_time_seconds_sum"
 ENGINE_NIXL_POST_SECONDS = "vllm:nixl_post_time_seconds_sum"
 ENGINE_NIXL_DESCRIPTORS = "vllm:nixl_num_descriptors_sum"
 ENGINE_TTFT_SECONDS = "vllm:time_to_first_token_seconds_sum"
 ENGINE_REQUEST_SECONDS = "vllm:e2e_request_latency_seconds_sum"
-ENGINE_KV_USAGE = "vllm:kv_cache_usage_perc"
-ENGINE_PREEMPTIONS = "vllm:num_preemptions_total"
 ENGINE_CACHE_INFO = "vllm:cache_config_info"
 """Its labels hold ``block_size`` (tokens) and ``num_gpu_blocks``."""
 
@@ -147,9 +171,11 @@ LOG_STREAM_ACTIVE = "pd_connector: streamed answers carry kv_transfer_params"
 """Once per API server process of a disaggregated engine."""
 LOG_STREAM_INACTIVE = "pd_connector: streamed answers do not carry kv_transfer_params"
 """Followed by ``: <reason>``; vLLM is left unpatched."""
+LOG_CHECKS_INACTIVE = "pd_connector: kv_transfer_params of requests are not checked"
+"""Followed by ``: <reason>``."""
 LOG_CONNECTOR_ACTIVE = "pd_connector: connector active"
 """Followed by ``: role=... bidirectional=... kv_recompute_threshold=... (tokens)
-decoder_kv_blocks_ttl=... (seconds) kv_load_failure_policy=... readback=on|off``,
-once per engine core."""
+decoder_kv_blocks_ttl=... (seconds) kv_load_failure_policy=... readback=on|off signed=on|off
+backends=... block_size=... pdctl=... vllm=... nixl=...``, once per engine core."""
 LOG_READBACK_UNSUPPORTED = "pd_connector: readback is off on this leg"
 """Followed by ``: <reason>``; every prompt is recomputed with outcome ``disabled``."""

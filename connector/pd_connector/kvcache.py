@@ -41,3 +41,10 @@ def _layer_specs(group: Any) -> tuple[Any, ...]:
     spec = group.kv_cache_spec
     per_layer = getattr(spec, "kv_cache_specs", None)
     return tuple(per_layer.values()) if per_layer else (spec,)
+
+
+def why_not_read_back(connector: Any, kv_cache_config: Any) -> str | None:
+    """Why this side of the connector, scheduler or worker, must not read back, or None."""
+    if connector.use_host_buffer:
+        return "with a host KV buffer vLLM never issues the read (kv_buffer_device: cpu)"
+    return why_reads_are_unsafe(kv_cache_config)

@@ -11,31 +11,59 @@ import multiprocessing
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from pd_connector.contract import KV_TRANSFER_PARAMS, LOG_STREAM_ACTIVE, LOG_STREAM_INACTIVE
+from pd_connector import admission, workers
+from pd_connector.contract import (
+    KV_TRANSFER_PARAMS,
+    LOG_CHECKS_INACTIVE,
+    LOG_STREAM_ACTIVE,
+    LOG_STREAM_INACTIVE,
+)
+from pd_connector.control import make_own_key
+from pd_connector.idle import install as install_sleep
 from pd_connector.stream import HandleTap, with_handle
 
 _MARK = "__pd_connector__"
 _RESULTS = "result_generator"
 
 # vLLM loads general plugins in every process; these serve no HTTP.
-_ENGINE_PROCESSES = ("EngineCore", "VllmWorker")
+_ENGINE_CORE = "EngineCore"
+_WORKER = "VllmWorker"
 
 _announced = False
 
 
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; may be called more than once."""
-    if multiprocessing.current_process().name.startswith(_ENGINE_PROCESSES):
-        return
     from vllm.logger import init_logger  # noqa: PLC0415
 
     logger = init_logger("vllm.pd_connector.plugin")
+    process = multiprocessing.current_process().name
+    if process.startswith((_ENGINE_CORE, _WORKER)):
+        # An engine core may have its only worker in its own process.
+        _try(logger, "pd_connector: workers tell no settings", workers.install)
+        if process.startswith(_ENGINE_CORE):
+            _try(logger, "pd_connector: an idle engine with pinned turns uses a core", _sleep)
+        return
+    make_own_key()
+    _try(logger, LOG_STREAM_INACTIVE, lambda: _install(logger))
+    _try(logger, LOG_CHECKS_INACTIVE, admission.install)
+
+
+def _try(logger: Any, otherwise: str, install: Callable[[], str | None]) -> None:
+    """Change this process, or say why not: vLLM starts in any case."""
     try:
-        reason = _install(logger)
+        reason = install()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
-        logger.warning("%s: %s", LOG_STREAM_INACTIVE, reason)
+        logger.warning("%s: %s", otherwise, reason)
+
+
+def _sleep() -> str | None:
+    """An engine core that only keeps finished turns' blocks sleeps between steps."""
+    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415
+
+    return install_sleep(EngineCoreProc)
 
 
 def _install(logger: Any) -> str | None:

@@ -20,9 +20,14 @@ class Decision(NamedTuple):
     """What is done with a prompt."""
 
     outcome: Outcome
-    """``HIT`` when the tokens are to be read, else why they are not."""
-    tokens: int
+    """``HIT`` when tokens are to be read, else why they are not."""
+    tokens: int = 0
     """Tokens to read, 0 unless ``HIT``."""
+    kept: int = 0
+    """The handle's first tokens, as far as they are the prompt's: its blocks past them are
+    dropped. 0 unless ``HIT``."""
+    reason: str = ""
+    """More about the outcome, for people."""
 
     @property
     def releases_handle(self) -> bool:
@@ -46,28 +51,29 @@ def decide(
     *,
     enabled: bool,
     threshold: int,
-    prompt_tokens: int,
     local_tokens: int,
-    same_history: Callable[[], bool],
+    proven_tokens: Callable[[], int],
 ) -> Decision:
     """Decide about one prompt on the prefill leg.
 
-    ``local_tokens`` of the prompt's ``prompt_tokens`` are in the leg's own prefix
-    cache. Fewer than ``threshold`` tokens beyond them are not worth a transfer.
-    ``same_history`` compares the prompt with the handle's tokens; it is asked only
-    when the answer matters.
+    ``local_tokens`` of the prompt are in the leg's own prefix cache. Fewer than ``threshold``
+    tokens beyond them are not worth a transfer. ``proven_tokens`` compares the prompt with the
+    handle's tokens and tells how many first ones can be read; it is asked only when the answer
+    matters.
     """
     if not enabled:
-        return Decision(Outcome.DISABLED, 0)
+        return Decision(Outcome.DISABLED)
     held = tokens_held(handle)
     if not held:
-        return Decision(Outcome.MISS, 0)
-    if held > prompt_tokens or not same_history():
-        return Decision(Outcome.HISTORY_CHANGED, 0)
-    readable = held - local_tokens
-    if readable < max(threshold, 1):
-        return Decision(Outcome.BELOW_THRESHOLD, 0)
-    return Decision(Outcome.HIT, readable)
+        return Decision(Outcome.MISS)
+    least = max(threshold, 1)
+    if held - local_tokens < least:
+        return Decision(Outcome.BELOW_THRESHOLD)
+    proven = proven_tokens()
+    changed = f"the prompt is the handle's for {proven} of {held} tokens" if proven < held else ""
+    if proven - local_tokens < least:
+        return Decision(Outcome.HISTORY_CHANGED, reason=changed)
+    return Decision(Outcome.HIT, proven - local_tokens, proven, changed)
 
 
 def settled_tokens(*, computed: int, in_flight: int, known: int) -> int:

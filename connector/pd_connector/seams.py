@@ -1,6 +1,7 @@
 """The parts of vLLM's NIXL connector that pd_connector builds on."""
 
 import inspect
+import re
 from typing import Any
 
 _SCHEDULER_METHODS = {
@@ -8,6 +9,9 @@ _SCHEDULER_METHODS = {
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
     "update_connector_output": ("connector_output",),
     "request_finished": ("request", "block_ids"),
+    "on_new_request": ("request",),
+    "_get_remote_prefill_token_count": ("num_prompt_tokens",),
+    "_nixl_handshake_listener": ("encoded_data", "ready_event", "stop_event", "host", "port"),
 }
 _WORKER_METHODS = {
     "_read_blocks_for_req": ("req_id", "meta"),
@@ -20,7 +24,9 @@ SCHEDULER_ATTRIBUTES = (
     "decoder_kv_blocks_ttl",
     "use_host_buffer",
     "_reqs_in_batch",
+    "block_size",
 )
+_FIELD = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)+")
 BLOCKS_PROCESSED = "_remote_blocks_processed"
 """Key that vLLM's scheduler sets in a request's kv_transfer_params once its blocks
 were asked for or given up; while it is set no read is issued."""
@@ -55,6 +61,16 @@ def missing_attributes(scheduler: Any) -> list[str]:
     """What a scheduler instance lacks of the attributes that pd_connector uses."""
     name = type(scheduler).__name__
     return [f"{name}.{key}" for key in SCHEDULER_ATTRIBUTES if not hasattr(scheduler, key)]
+
+
+def handle_keys(scheduler: Any) -> frozenset[str]:
+    """Fields that this vLLM's scheduler puts into its handles, so that a newer vLLM's are known."""
+    code = getattr(getattr(scheduler, "request_finished", None), "__code__", None)
+    names: set[str] = set()
+    for constant in getattr(code, "co_consts", ()):
+        words = constant if isinstance(constant, tuple) else (constant,)
+        names.update(word for word in words if isinstance(word, str) and _FIELD.fullmatch(word))
+    return frozenset(names)
 
 
 def _missing_methods(cls: Any, methods: dict[str, tuple[str, ...]]) -> list[str]:

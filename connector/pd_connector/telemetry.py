@@ -48,6 +48,9 @@ TRANSFER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 TRANSFER_BYTES = tuple(float(2**power) for power in range(16, 37, 2))
 DESCRIPTORS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
+EXEMPLAR_TRACE_ID = "trace_id"
+"""Label of an exemplar that holds its trace's id; the router puts one on TTFT and prefill."""
+
 PROMPT_BANDS = (2048, 4096, 8192, 16384, 24576, 32768)
 """Upper bounds, in tokens, of the values of a label ``prompt``; the last value is ``inf``."""
 TURN_BANDS = ("1", "2", "3-4", "5-8", "9+")
@@ -99,6 +102,13 @@ ROUTER_PREFILL = Metric(
     "Seconds from the prefill request to its answer, retries included.",
     ("leg", "outcome", "prompt"),
     SECONDS,
+)
+ROUTER_READBACK = Metric(
+    "pd_router_readback_seconds",
+    "histogram",
+    "Seconds of the D->P read within a prefill, as prefill told them.",
+    ("leg", "prompt"),
+    TRANSFER_SECONDS,
 )
 ROUTER_HANDLES_STORED = Metric(
     "pd_router_handles_stored_total", "counter", "Handles kept for a next turn."
@@ -210,7 +220,8 @@ ENGINE_DECLINED = Metric(
 ENGINE_REFUSED = Metric(
     "pd_engine_handles_refused_total",
     "counter",
-    "Handles refused: forged, altered, foreign, used, unsigned.",
+    "Handles refused: unsigned, forged, foreign (another deployment's), altered, used, malformed, "
+    "another_prompt (prefill computed another prompt than decode was asked).",
     ("reason",),
 )
 ENGINE_REJECTED = Metric(
@@ -352,7 +363,7 @@ SPAN_DECISION = Span(
     "pd.decision",
     "pd.prefill",
     "A prompt on the prefill leg, from its arrival to its decided and accounted readback.",
-    (OUTCOME, TOKENS_OFFERED, TOKENS_READ, TOKENS_COMPUTED, TOKENS_LOCAL),
+    (OUTCOME, OUTCOME_REASON, TOKENS_OFFERED, TOKENS_READ, TOKENS_COMPUTED, TOKENS_LOCAL),
 )
 SPAN_TRANSFER = Span(
     "pd.transfer",

@@ -1,36 +1,40 @@
-"""Worker side of the connector: tells an expired read from a failed one."""
+"""Worker side of the connector: READs that end well, are accounted for, and end leases."""
 
 import os
+import time
+from collections import deque
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.platforms import current_platform
 
+from pd_connector.counters import Pending
 from pd_connector.kvcache import only_full_attention
-
-
-class ExpiredReads(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Requests whose read a worker declined because decode's blocks had expired."""
-
-    def __init__(self, request_ids: set[str]) -> None:
-        self.request_ids = request_ids
-
-    def aggregate(self, other: "ExpiredReads") -> "ExpiredReads":
-        return ExpiredReads(self.request_ids | other.request_ids)
+from pd_connector.leases import Commands
+from pd_connector.pins import COMMANDS, READ_SECONDS
+from pd_connector.stats import PdStats
+from pd_connector.transfers import Transfer, WorkerReport
 
 
 class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
-    """vLLM's pull worker, with two gaps in its failure handling closed."""
+    """vLLM's pull worker, with the gaps in its failure handling closed."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         cores = _own_cores()
         super().__init__(vllm_config, engine_id, kv_cache_config)
         if cores:
             os.sched_setaffinity(0, cores)
+        self.pending = Pending()
+        self.xfer_stats = PdStats()
         self._expired_reads: set[str] = set()
         self._read_declined = False
+        self._reading = ""
+        self._ended: deque[Transfer] = deque()
+        """Also filled by the thread of a handshake that fails."""
+        self._posted: dict[str, int] = {}
+        self._read_ends: dict[str, float] = {}
+        self._released: set[str] = set()
         # vLLM names the blocks of a failed read only where it takes every layer for
         # full attention; some versions look at the group alone, and then a failed
         # read of a model with several full-attention page sizes passes for a good one.
@@ -38,25 +42,92 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             self, "_is_hma_required", False
         ) and only_full_attention(kv_cache_config)
 
-    def take_expired_reads(self) -> ExpiredReads | None:
-        """The reads declined since the last call, if any."""
-        if not self._expired_reads:
+    def take_report(self) -> WorkerReport | None:
+        """What happened to READs since the last call, if anything."""
+        if not self._expired_reads and not self._ended:
             return None
-        expired, self._expired_reads = ExpiredReads(self._expired_reads), set()
-        return expired
+        expired, self._expired_reads = self._expired_reads, set()
+        return WorkerReport(expired, [self._ended.popleft() for _ in range(len(self._ended))])
+
+    def start_load_kv(self, metadata: Any) -> None:
+        now = time.perf_counter()
+        for request_id, seconds in (getattr(metadata, READ_SECONDS, None) or {}).items():
+            self._read_ends[request_id] = now + seconds
+        super().start_load_kv(metadata)
+        commands: Commands | None = getattr(metadata, COMMANDS, None)
+        if commands is not None:
+            self._obey(commands)
+        if commands is not None or metadata.reqs_to_send:
+            # vLLM looks for expired requests up to the first that is not.
+            deadlines = sorted(self._reqs_to_send.items(), key=lambda item: item[1])
+            self._reqs_to_send: dict[str, float] = dict(deadlines)
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        sent, received = super().get_finished()
+        released, self._released = self._released, set()
+        for request_id in received:
+            self._posted.pop(request_id, None)
+            self._read_ends.pop(request_id, None)
+        return sent | released, received
+
+    def _obey(self, commands: Commands) -> None:
+        now = time.perf_counter()
+        for request_id, seconds in commands.extend.items():
+            if request_id in self._reqs_to_send:
+                deadline = max(self._reqs_to_send[request_id], now + seconds)
+                self._reqs_to_send[request_id] = deadline
+        for request_id in commands.release:
+            # Not there: its reader's notification came first, and freed it.
+            if self._reqs_to_send.pop(request_id, None) is not None:
+                self._reqs_to_process.discard(request_id)
+                self.consumer_notification_counts_by_req.pop(request_id, None)
+                self.expected_consumer_notifications_by_req.pop(request_id, None)
+                self._released.add(request_id)
 
     def _is_turn2_read_expired(self, meta: Any) -> bool:
         self._read_declined = bool(super()._is_turn2_read_expired(meta))
         return self._read_declined
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
-        self._read_declined = False
+        self._read_declined, self._reading = False, req_id
+        if any(meta.local_block_ids):
+            self._posted[req_id] = time.time_ns()
         super()._read_blocks_for_req(req_id, meta)
         if self._read_declined:
             self._expired_reads.add(req_id)
+            self._read_declined = False
         if _only_notifies(meta):
             # No completion will come that drops the entry.
             self._recving_metadata.pop(req_id, None)
+
+    def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> set[str]:
+        """As vLLM's, one request at a time, to tell whose transfers have ended."""
+        done: set[str] = set()
+        data = self.xfer_stats.data
+        for request_id in list(transfers):
+            before = len(data["bytes_transferred"])
+            one = {request_id: transfers.pop(request_id)}
+            done |= super()._pop_done_transfers(one)
+            transfers.update(one)
+            for index in range(before, len(data["bytes_transferred"])):
+                self._ended.append(
+                    Transfer(
+                        request_id,
+                        self._posted.get(request_id) or time.time_ns(),
+                        data["transfer_duration"][index],
+                        data["post_duration"][index],
+                        int(data["bytes_transferred"][index]),
+                        int(data["num_descriptors"][index]),
+                    )
+                )
+            if request_id in done and self._too_late(request_id):
+                self._expired_reads.add(request_id)
+                self._handle_failed_transfer(request_id, None)
+        return done
+
+    def _too_late(self, request_id: str) -> bool:
+        """Whether the claim lapsed during the READ, so that other tokens may have been read."""
+        return time.perf_counter() >= self._read_ends.get(request_id, float("inf"))
 
     def _handle_failed_transfer(self, req_id: str, handle: Any, *args: Any, **kwargs: Any) -> Any:
         meta = self._recving_metadata.get(req_id)
@@ -66,6 +137,9 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             self._recving_metadata.pop(req_id, None)
             self.xfer_stats.record_failed_notification()
             return True
+        if not (self._read_declined and self._reading == req_id):
+            started = self._posted.get(req_id) or time.time_ns()
+            self._ended.append(Transfer(req_id, started, 0.0, 0.0, 0, 0, failed=True))
         if meta is not None and self._names_failed_blocks:
             self._invalid_block_ids.put(set(meta.local_block_ids[0]))
         return super()._handle_failed_transfer(req_id, handle, *args, **kwargs)

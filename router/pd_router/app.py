@@ -43,7 +43,7 @@ def build_app(settings: Settings) -> web.Application:
             await watch
         await engines.close()
 
-    app = web.Application(client_max_size=settings.max_body, middlewares=[_errors_as_json])
+    app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[_errors_as_json])
     app.cleanup_ctx.append(parts)
     for endpoint, path in PATHS.items():
         app.router.add_post(path, _turn_handler(endpoint))

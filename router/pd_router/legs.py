@@ -7,6 +7,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from pd_router.errors import TurnError, unavailable
+from pd_router.settings import LegSettings
 
 Role = Literal["prefill", "decode"]
 
@@ -37,9 +38,11 @@ class Leg:
 class Legs:
     """All legs. A leg is up until a connection to it fails, and again once it answers."""
 
-    def __init__(self, prefill: Mapping[str, str], decode: Mapping[str, str]) -> None:
-        self.prefill = [Leg(name, "prefill", url) for name, url in prefill.items()]
-        self.decode = [Leg(name, "decode", url) for name, url in decode.items()]
+    def __init__(
+        self, prefill: Mapping[str, LegSettings], decode: Mapping[str, LegSettings]
+    ) -> None:
+        self.prefill = [Leg(name, "prefill", leg.url.rstrip("/")) for name, leg in prefill.items()]
+        self.decode = [Leg(name, "decode", leg.url.rstrip("/")) for name, leg in decode.items()]
 
         self.addresses = [urlsplit(leg.url).netloc for leg in self]
         """Host and port of every leg; no client sees one."""

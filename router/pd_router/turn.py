@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
 from pd_connector import contract
@@ -16,12 +15,12 @@ from pd_router.answer import Answer
 from pd_router.body import FRESH_PREFILL, REQUEST_ID_HEADER, TurnBody, safe_request_id
 from pd_router.engines import (
     Broken,
+    EngineAnswer,
     Engines,
     LegFailure,
     NotReached,
     TimedOut,
     read_all,
-    read_some,
 )
 from pd_router.errors import (
     EngineRefused,
@@ -37,6 +36,7 @@ from pd_router.health import Health
 from pd_router.history import Continuation, Endpoint, Prompt, read_prompt
 from pd_router.legs import Leg, Legs
 from pd_router.metrics import Metrics
+from pd_router.pipe import CLIENT_STALL_SECONDS, open_pipe
 from pd_router.relay import OnComplete, StreamRelay, relay_body
 from pd_router.reuse import outcome_of
 from pd_router.settings import Settings
@@ -284,7 +284,7 @@ class Turn:
 
     async def _decode(
         self, leg: Leg, body: TurnBody, prefilled: Prefilled, in_flight: ExitStack
-    ) -> tuple[Leg, aiohttp.ClientResponse]:
+    ) -> tuple[Leg, EngineAnswer]:
         """Decode's open answer, status 200, and the leg that gives it."""
         payload = body.for_decode(prefilled.params)
         settings = self._router.settings
@@ -316,13 +316,13 @@ class Turn:
             raise refusal(answer.status, raw, self._secrets(prefilled.params))
 
     async def _relay(
-        self, leg: Leg, answer: aiohttp.ClientResponse, prefilled: Prefilled
+        self, leg: Leg, answer: EngineAnswer, prefilled: Prefilled
     ) -> web.StreamResponse:
         if answer.content_type == "text/event-stream":
             return await self._relay_stream(leg, answer, prefilled)
         return await self._relay_body(leg, answer)
 
-    async def _relay_body(self, leg: Leg, answer: aiohttp.ClientResponse) -> web.Response:
+    async def _relay_body(self, leg: Leg, answer: EngineAnswer) -> web.Response:
         try:
             raw = relay_body(await read_all(leg, answer), self._keeper(leg))
         except LegFailure as failure:
@@ -334,37 +334,32 @@ class Turn:
         return web.Response(body=raw, headers={**self._headers, "Content-Type": "application/json"})
 
     async def _relay_stream(
-        self, leg: Leg, answer: aiohttp.ClientResponse, prefilled: Prefilled
+        self, leg: Leg, answer: EngineAnswer, prefilled: Prefilled
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={**self._headers, "Cache-Control": "no-cache"})
-        response.headers["Content-Type"] = answer.headers["Content-Type"]
+        response.headers["Content-Type"] = answer.headers["content-type"]
         secrets = self._secrets(prefilled.params)
-        relay = StreamRelay(self._router.settings.max_body, secrets, self._keeper(leg))
+        relay = StreamRelay(self._router.settings.max_body_bytes, secrets, self._keeper(leg))
         try:
-            await response.prepare(self._request)
-            while True:
-                try:
-                    chunk = await read_some(leg, answer)
-                    events = relay.feed(chunk)
-                except (LegFailure, sse.EventTooLarge) as failure:
-                    await response.write(self._broken_stream(leg, failure))
-                    break
-                if events:
-                    self._note_first_event()
-                    await response.write(events)
-                if not chunk:
-                    await self._end_stream(leg, relay, response)
-                    break
-            await response.write_eof()
+            pipe = await open_pipe(
+                self._request,
+                response,
+                answer,
+                relay,
+                stall_seconds=CLIENT_STALL_SECONDS,
+                on_first=self._note_first_event,
+            )
+            try:
+                await pipe.run()
+                self._ending = "200"
+                if not relay.done:
+                    raise Broken(leg, "the stream ended early")
+            except (LegFailure, sse.EventTooLarge) as failure:
+                pipe.write(self._broken_stream(leg, failure))
+            await pipe.finish(response)
         except ConnectionResetError:
             self._ending = "client_gone"
         return response
-
-    async def _end_stream(self, leg: Leg, relay: StreamRelay, response: web.StreamResponse) -> None:
-        self._ending = "200"
-        if not relay.done:
-            unfinished = Broken(leg, "the stream ended early")
-            await response.write(self._broken_stream(leg, unfinished))
 
     def _broken_stream(self, leg: Leg, failure: Exception) -> bytes:
         """The event that tells a client of a stream under way that it got no whole answer."""

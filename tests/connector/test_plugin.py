@@ -92,7 +92,10 @@ class FakeVllm:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
+    """Streams alone: what else the plugin installs is not this file's matter."""
     fake = FakeVllm()
+    monkeypatch.setattr(plugin.admission, "install", lambda: None)
+    monkeypatch.setattr(plugin.workers, "install", lambda: None)
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(plugin, "_announced", False)
@@ -216,11 +219,16 @@ async def test_a_missing_class_never_breaks_the_start(
     assert len(vllm.log.lines) == 1
 
 
-async def test_processes_that_serve_no_http_are_left_alone(
-    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("process", ["VllmWorker-0", "EngineCore_DP0"])
+async def test_engine_processes_tell_settings_and_serve_nothing(
+    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, process: str
 ) -> None:
-    monkeypatch.setattr(
-        multiprocessing, "current_process", lambda: SimpleNamespace(name="EngineCore_DP0")
-    )
-    plugin.register()
-    assert not any(name.split(".")[0] == "vllm" for name in sys.modules)
+    installed: list[str] = []
+    monkeypatch.setattr(plugin.workers, "install", lambda: installed.append("settings"))
+    monkeypatch.setattr(plugin.admission, "install", lambda: installed.append("checks"))
+    monkeypatch.setattr(plugin, "_sleep", lambda: installed.append("sleep"))
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(name=process))
+    before = vllm.chat.chat_completion_stream_generator
+    load(vllm, monkeypatch)
+    assert vllm.chat.chat_completion_stream_generator is before
+    assert installed == (["settings"] if "Worker" in process else ["settings", "sleep"])

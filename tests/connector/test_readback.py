@@ -29,28 +29,46 @@ def decision(handle: dict[str, Any], **changes: Any) -> Decision:
     situation: dict[str, Any] = {
         "enabled": True,
         "threshold": 64,
-        "prompt_tokens": 400,
         "local_tokens": 0,
-        "same_history": lambda: True,
+        "proven_tokens": lambda: tokens_held(handle),
         **changes,
     }
     return decide(handle, **situation)
 
 
-def never_asked() -> bool:
+def never_asked() -> int:
     raise AssertionError("the tokens are compared for nothing")
 
 
 def test_a_turn_that_continues_is_read_back() -> None:
-    assert decision(HANDLE) == (Outcome.HIT, 300)
-
-
-def test_a_prompt_of_exactly_the_turns_tokens_is_read_back() -> None:
-    assert decision(HANDLE, prompt_tokens=300) == (Outcome.HIT, 300)
+    assert decision(HANDLE) == (Outcome.HIT, 300, 300, "")
 
 
 def test_only_what_the_legs_own_cache_lacks_is_read() -> None:
-    assert decision(HANDLE, local_tokens=128) == (Outcome.HIT, 172)
+    assert decision(HANDLE, local_tokens=128) == (Outcome.HIT, 172, 300, "")
+
+
+@pytest.mark.parametrize(
+    ("proven", "local", "outcome", "tokens"),
+    [
+        (256, 0, Outcome.HIT, 256),
+        (256, 128, Outcome.HIT, 128),
+        (64, 0, Outcome.HIT, 64),
+        (0, 0, Outcome.HISTORY_CHANGED, 0),
+        (63, 0, Outcome.HISTORY_CHANGED, 0),
+        (128, 128, Outcome.HISTORY_CHANGED, 0),
+    ],
+)
+def test_a_turn_that_was_edited_is_read_up_to_the_edit(
+    proven: int, local: int, outcome: Outcome, tokens: int
+) -> None:
+    made = decision(HANDLE, local_tokens=local, proven_tokens=lambda: proven)
+    assert made == (
+        outcome,
+        tokens,
+        proven if tokens else 0,
+        f"the prompt is the handle's for {proven} of 300 tokens",
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,23 +91,13 @@ def test_only_what_the_legs_own_cache_lacks_is_read() -> None:
 )
 def test_no_usable_handle_is_a_miss(handle: dict[str, Any]) -> None:
     assert tokens_held(handle) == 0
-    assert decision(handle, same_history=never_asked) == (Outcome.MISS, 0)
+    assert decision(handle, proven_tokens=never_asked) == Decision(Outcome.MISS)
 
 
 def test_a_leg_that_does_not_read_back_says_so() -> None:
     for handle in (HANDLE, {"do_remote_decode": True}):
-        assert decision(handle, enabled=False, same_history=never_asked) == (Outcome.DISABLED, 0)
-
-
-def test_other_tokens_than_the_turns_are_not_read() -> None:
-    assert decision(HANDLE, same_history=lambda: False) == (Outcome.HISTORY_CHANGED, 0)
-
-
-def test_a_prompt_shorter_than_the_turn_is_not_read() -> None:
-    assert decision(HANDLE, prompt_tokens=299, same_history=never_asked) == (
-        Outcome.HISTORY_CHANGED,
-        0,
-    )
+        made = decision(handle, enabled=False, proven_tokens=never_asked)
+        assert made == Decision(Outcome.DISABLED)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,7 @@ def test_without_a_threshold_any_token_is_read(local: int, outcome: Outcome) -> 
 
 
 def test_decode_is_told_when_its_blocks_are_not_wanted() -> None:
-    assert decision(HANDLE, same_history=lambda: False).releases_handle
+    assert decision(HANDLE, proven_tokens=lambda: 0).releases_handle
     assert decision(HANDLE, local_tokens=290).releases_handle
     assert not decision(HANDLE).releases_handle
     assert not decision(HANDLE, enabled=False).releases_handle

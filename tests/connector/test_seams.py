@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 
-from pd_connector.seams import UnsupportedVllmError, missing_attributes, missing_in
+from pd_connector.seams import (
+    UnsupportedVllmError,
+    handle_keys,
+    missing_attributes,
+    missing_in,
+)
 
 
 class Scheduler:
@@ -18,7 +23,17 @@ class Scheduler:
 
     def update_connector_output(self, connector_output: Any) -> Any: ...
 
-    def request_finished(self, request: Any, block_ids: Any) -> Any: ...
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        return True, dict(do_remote_prefill=True, remote_moon=1, tp_size=1, plain=1)
+
+    def on_new_request(self, request: Any) -> None: ...
+
+    def _get_remote_prefill_token_count(self, num_prompt_tokens: int) -> int: ...
+
+    @staticmethod
+    def _nixl_handshake_listener(
+        encoded_data: Any, ready_event: Any, stop_event: Any, host: str, port: int
+    ) -> None: ...
 
 
 class Worker:
@@ -64,6 +79,7 @@ def test_missing_attributes_are_named() -> None:
         use_host_buffer=False,
         decoder_kv_blocks_ttl=480,
         _reqs_in_batch=set(),
+        block_size=128,
     )
     assert missing_attributes(scheduler) == ["SimpleNamespace.kv_recompute_threshold"]
 
@@ -72,3 +88,8 @@ def test_the_refusal_says_what_to_do() -> None:
     text = str(UnsupportedVllmError(["Scheduler.request_finished"]))
     assert "missing Scheduler.request_finished" in text
     assert "kv_transfer.connector: stock" in text
+
+
+def test_the_fields_of_a_vllms_handles_are_found() -> None:
+    assert {"do_remote_prefill", "remote_moon", "tp_size"} <= handle_keys(Scheduler)
+    assert handle_keys(object) == frozenset()

@@ -98,6 +98,7 @@ class Router:
     process: subprocess.Popen[bytes]
     url: str
     log_path: Path
+    config_path: Path
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=DEADLINE))
@@ -153,30 +154,26 @@ numbers = itertools.count()
 
 
 def launch(
-    log_dir: Path,
+    folder: Path,
     prefill: list[FakeEngine],
     decode: list[FakeEngine],
-    *flags: str,
-    connector: str = "pdctl",
-    bidirectional: str = "on",
-    handle_ttl: float = 450,
-    decode_ttl: float = 480,
     host: str = "127.0.0.1",
+    **settings: Any,
 ) -> Router:
+    """A router process; ``settings`` are keys of its config file."""
     port = free_port(host)
-    legs = []
+    config = {"name": "router-0", "host": host, "port": port} | settings
     for role, engines in (("prefill", prefill), ("decode", decode)):
-        for index, engine in enumerate(engines):
-            legs += [f"--{role}", f"{role}-{index}={engine.url}"]
-    log_path = log_dir / f"router-{next(numbers)}.log"
-    command = [sys.executable, "-m", "pd_router", "--name", "router-0", "--host", host]
-    command += ["--port", str(port), *legs, "--connector", connector]
-    command += ["--bidirectional", bidirectional]
-    command += ["--handle-ttl", str(handle_ttl), "--decode-ttl", str(decode_ttl), *flags]
+        leg = {"prefix_caching": role == "decode"}
+        config[role] = {f"{role}-{n}": leg | {"url": e.url} for n, e in enumerate(engines)}
+    number = next(numbers)
+    config_path, log_path = folder / f"router-{number}.json", folder / f"router-{number}.log"
+    config_path.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "pd_router", "--config", str(config_path)]
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
     address = f"[{host}]" if ":" in host else host
-    router = Router(process, f"http://{address}:{port}", log_path, prefill, decode)
+    router = Router(process, f"http://{address}:{port}", log_path, config_path, prefill, decode)
 
     def listening() -> bool:
         assert process.poll() is None, log_path.read_text()

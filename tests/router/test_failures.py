@@ -51,7 +51,7 @@ def test_a_prefill_that_fails_twice_is_a_clean_502(router: Router, conversation:
 
 
 def test_a_prefill_without_a_handle_that_hangs_is_a_504(start_router: StartRouter) -> None:
-    router = start_router("--prefill-timeout", "0.5")
+    router = start_router(prefill_timeout=0.5)
     router.prefill[0].faults.append("hang")
     answer = Chat(router, "c").say("Hello")
     assert (answer.status, answer.json["error"]["type"]) == (504, "timeout")
@@ -170,7 +170,7 @@ def test_a_dead_leg_is_noticed_without_a_turn(start_router: StartRouter) -> None
 
 @pytest.mark.parametrize("fault", ["die", "end", "stall"])
 def test_a_stream_that_breaks_ends_in_an_error_event(start_router: StartRouter, fault: str) -> None:
-    router = start_router("--stream-idle-timeout", "0.5")
+    router = start_router(stream_idle_timeout=0.5)
     chat = Chat(router, "c")
     router.decode[0].faults.append(fault)
     answer = router.post(chat.body("Hello"))

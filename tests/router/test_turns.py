@@ -296,7 +296,7 @@ def test_several_prompts_go_to_decode_alone(router: Router, conversation: str) -
     assert router.prefill[0].requests == []
 
 
-def stock_router(start_router: StartRouter, **settings: float) -> Router:
+def stock_router(start_router: StartRouter, **settings: Any) -> Router:
     """A router of a deployment without the connector."""
     router = start_router(connector="stock", **settings)
     for engine in router.engines:
@@ -336,7 +336,7 @@ def test_text_that_hides_tokens_needs_their_proof(start_router: StartRouter) -> 
 
 
 def test_bidirectional_off_keeps_and_sends_nothing(start_router: StartRouter) -> None:
-    router = start_router(bidirectional="off")
+    router = start_router(bidirectional=False)
     chat = Chat(router, "c")
     assert [chat.say("Hello").outcome, chat.say("Again").outcome] == ["disabled", "disabled"]
     assert all(
@@ -408,7 +408,7 @@ def test_no_tokens_read_near_the_end_of_life_means_expired(start_router: StartRo
 
 
 def test_the_oldest_handles_make_room(start_router: StartRouter) -> None:
-    router = start_router("--max-handles", "2")
+    router = start_router(max_handles=2)
     chats = [Chat(router, f"c{i}") for i in range(3)]
     for chat in chats:
         chat.say("Hello")

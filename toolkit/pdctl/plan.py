@@ -3,11 +3,16 @@
 import json
 import os.path
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pd_connector.contract import CONNECTOR_CLASS, CONNECTOR_MODULE
+from pd_connector.contract import (
+    CONNECTOR_CLASS,
+    CONNECTOR_MODULE,
+    HIGH_WATER_KEY,
+    SECRET_FILE_VARIABLE,
+)
 from pdctl.spec.model import Leg as LegSpec
 from pdctl.spec.model import Role, Spec
 from pdctl.spec.units import GIB, format_number
@@ -42,7 +47,8 @@ class Leg:
 
     ``checked`` is what the start script compares with the node (:mod:`pd_connector.check`).
     ``listens`` are addresses and ports: HTTP first, then the side channel's. ``kv_config`` is
-    vLLM's kv-transfer-config, empty for the router.
+    vLLM's kv-transfer-config, empty for the router; ``config`` is the router's config file, empty
+    for an engine.
     """
 
     name: str
@@ -60,6 +66,7 @@ class Leg:
     env: tuple[Variable, ...]
     flags: tuple[Flag, ...]
     kv_config: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -163,10 +170,19 @@ def _engine(spec: Spec, base: Path, role: str, index: int, leg: LegSpec, on: boo
         venv=venv,
         python=python,
         command=command,
-        env=tuple(_environment(spec, role, settings, leg)),
+        env=(*_secret(spec, base), *_environment(spec, role, settings, leg)),
         flags=tuple(_flags(spec, base, role, settings, leg)),
         kv_config=_kv_config(spec, role, index, leg, on),
     )
+
+
+def _secret(spec: Spec, base: Path) -> Iterator[Variable]:
+    if spec.kv_transfer.secret_file:
+        yield Variable(
+            SECRET_FILE_VARIABLE,
+            _path(spec.kv_transfer.secret_file, base),
+            "The deployment's secret, the same on every node: legs sign their handles with it.",
+        )
 
 
 def _environment(spec: Spec, role: str, settings: Role, leg: LegSpec) -> Iterator[Variable]:
@@ -309,6 +325,8 @@ def _kv_config(spec: Spec, role: str, index: int, leg: LegSpec, on: bool) -> dic
         "decoder_kv_blocks_ttl": ttl,
         "bidirectional_kv_xfer": on,
     }
+    if kv.connector == "pdctl" and role == "decode":
+        extra[HIGH_WATER_KEY] = kv.pinned_high_water
     if cross_layers(spec) == "key":
         extra["enable_cross_layers_blocks"] = "True"
     return config | {
@@ -327,35 +345,6 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
     python = router.python or spec.engine.python
     venv = _path(spec.engine.venv, base) if spec.engine.venv and not python else None
     interpreter = _path(python, base) if python else "python3"
-    flags = [
-        Flag(("--name", "router-0"), "How it calls itself in logs."),
-        Flag(("--host", router.host), "Address to listen on."),
-        Flag(("--port", str(router.port)), "HTTP port."),
-    ]
-    flags += [
-        Flag((f"--{leg.role}", f"{leg.name}={leg.url}"), f"The {leg.role} leg {leg.name}.")
-        for leg in engines
-    ]
-    flags += [
-        Flag(
-            ("--handle-ttl", format_number(router.handle_ttl)),
-            "Seconds a handle is kept; below decode's TTL, so that blocks outlive handles.",
-        ),
-        Flag(
-            ("--decode-ttl", format_number(spec.kv_transfer.decode_ttl)),
-            "Decode's TTL, in seconds.",
-        ),
-        Flag(
-            ("--readback-timeout", format_number(router.readback_timeout)),
-            "Longest wait, in seconds, for a prefill that reads back.",
-        ),
-        Flag(("--connector", spec.kv_transfer.connector), "What the engines run."),
-        Flag(("--bidirectional", "on" if on else "off"), "Whether handles are kept and sent."),
-    ]
-    flags += [
-        Flag(("--conversation-header", header), "Also names a conversation.")
-        for header in router.conversation_headers
-    ]
     return Leg(
         name="router-0",
         role="router",
@@ -373,10 +362,54 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
         venv=venv,
         python=interpreter,
         command=(interpreter, "-m", "pd_router"),
-        env=(),
-        flags=tuple(flags),
+        env=tuple(_secret(spec, base)),
+        flags=(),
         kv_config={},
+        config=_router_config(spec, engines, on),
     )
+
+
+def _router_config(spec: Spec, engines: tuple[Leg, ...], on: bool) -> dict[str, Any]:
+    """What pd_router reads; its settings.py describes the keys."""
+    router, kv, seen = spec.router, spec.kv_transfer, spec.observability
+
+    def legs(role: str) -> dict[str, Any]:
+        section: Role = getattr(spec, role)
+        own = zip((leg for leg in engines if leg.role == role), section.legs, strict=True)
+        return {
+            leg.name: {
+                "url": leg.url,
+                "bidirectional": on,
+                "prefix_caching": _setting(settings, section, "prefix_caching", role == "decode"),
+            }
+            for leg, settings in own
+        }
+
+    return {
+        "name": "router-0",
+        "host": router.host,
+        "port": router.port,
+        "prefill": legs("prefill"),
+        "decode": legs("decode"),
+        "connector": kv.connector,
+        "bidirectional": on,
+        "reuse_proof": None if router.reuse_proof == "auto" else router.reuse_proof,
+        "handle_ttl": router.handle_ttl,
+        "decode_ttl": kv.decode_ttl,
+        "readback_timeout": router.readback_timeout,
+        "recompute_threshold": kv.recompute_threshold,
+        "block_size": kv.block_size,
+        "conversation_headers": router.conversation_headers,
+        "tenant_header": router.tenant_header,
+        "route": router.route,
+        "append_max_tokens": router.append_max_tokens,
+        "max_decode_stall_ms": router.max_decode_stall_ms,
+        "rates": router.rates.model_dump(),
+        "max_handles": router.max_handles,
+        "otlp_endpoint": seen.otlp_endpoint,
+        "otlp_protocol": seen.otlp_protocol,
+        "trace_conversation_ids": seen.conversation_ids,
+    }
 
 
 def kv_config_json(leg: Leg) -> str:

@@ -7,11 +7,12 @@ import subprocess
 import time
 import uuid
 
+from pd_connector.contract import SECRET_FILE_VARIABLE
 from pdctl.errors import PdctlError
 from pdctl.launch.processes import MARK, find
 from pdctl.launch.state import DeploymentState, LegRecord
 from pdctl.plan import Leg
-from pdctl.render import render_leg
+from pdctl.render import leg_files
 
 
 def new_record(leg: Leg, bidirectional: bool) -> LegRecord:
@@ -26,19 +27,32 @@ def start(state: DeploymentState, leg: Leg, record: LegRecord) -> None:
         PdctlError: the log or the record cannot be written.
     """
     try:
-        state.write(record, render_leg(leg))
-        with state.rotate_log(leg.name).open("wb") as log:
-            subprocess.Popen(
-                ["bash", str(state.script(leg.name))],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=state.folder,
-                env={**os.environ, MARK: record.launch_id},
-                start_new_session=True,
-            )
+        state.write(record, leg_files(leg))
+        run_script(state, record, _secret(state))
     except OSError as error:
         raise PdctlError(f"{leg.name}: cannot be started: {error}") from None
+
+
+def run_script(state: DeploymentState, record: LegRecord, env: dict[str, str]) -> None:
+    """Start the script of a record in a session of its own, with ``env`` besides this process's
+    environment; its output goes to its log."""
+    with state.rotate_log(record.name).open("wb") as log:
+        subprocess.Popen(
+            ["bash", str(state.script(record.name))],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=state.folder,
+            env={**os.environ, **env, MARK: record.launch_id},
+            start_new_session=True,
+        )
+
+
+def _secret(state: DeploymentState) -> dict[str, str]:
+    """Where legs find the deployment's secret, unless the spec or the caller says where."""
+    if os.environ.get(SECRET_FILE_VARIABLE):
+        return {}
+    return {SECRET_FILE_VARIABLE: str(state.secret_file())}
 
 
 def check_addresses(legs: list[Leg], own: list[str]) -> None:

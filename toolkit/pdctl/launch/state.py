@@ -10,12 +10,14 @@ import dataclasses
 import fcntl
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdctl.errors import PdctlError
+from pdctl.render import ROUTER_CONFIG, File
 
 KEPT_LOGS = 3
 """Logs of earlier starts that are kept per leg, ``LEG.log.1`` the newest."""
@@ -43,12 +45,14 @@ class DeploymentState:
     def script(self, leg: str) -> Path:
         return self.folder / f"{leg}.sh"
 
-    def script_text(self, leg: str) -> str | None:
-        """The script a leg was started with; None when it is gone."""
+    def holds(self, files: Iterable[File]) -> bool:
+        """Whether these are the files a leg was started with."""
         try:
-            return self.script(leg).read_text(encoding="utf-8")
+            return all(
+                (self.folder / file.name).read_text(encoding="utf-8") == file.text for file in files
+            )
         except (OSError, UnicodeDecodeError):
-            return None
+            return False
 
     def log(self, leg: str) -> Path:
         return self.folder / f"{leg}.log"
@@ -58,7 +62,7 @@ class DeploymentState:
         records = []
         for name in _names(self.folder):
             path = self.folder / name
-            if path.suffix != ".json":
+            if path.suffix != ".json" or name == ROUTER_CONFIG:
                 continue
             try:
                 records.append(_record(path.read_text(encoding="utf-8")))
@@ -74,16 +78,28 @@ class DeploymentState:
         records.sort(key=lambda record: (record.role == "router", record.started_at))
         return {record.name: record for record in records}
 
-    def write(self, record: LegRecord, script: str) -> None:
-        """Remember a leg that is about to be started."""
+    def write(self, record: LegRecord, files: Iterable[File]) -> None:
+        """Remember a leg that is about to be started, and write what it starts with."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.script(record.name), script, 0o700)
+        for file in files:
+            _replace(self.folder / file.name, file.text, 0o700 if file.executable else 0o600)
         _replace(self.folder / f"{record.name}.json", json.dumps(dataclasses.asdict(record)), 0o600)
 
     def forget(self, leg: str) -> None:
         """Drop a leg that has stopped; its log stays."""
         (self.folder / f"{leg}.json").unlink(missing_ok=True)
         self.script(leg).unlink(missing_ok=True)
+
+    def secret_file(self) -> Path:
+        """The deployment's secret, made when there is none yet; only its owner can read it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = self.folder / "secret"
+        if not path.exists():
+            _replace(path, secrets.token_hex(32), 0o600)
+        return path
 
     def rotate_log(self, leg: str) -> Path:
         """Make room for the log of a new start.
@@ -171,7 +187,9 @@ def _record(text: str) -> LegRecord:
 def _replace(path: Path, text: str, mode: int) -> None:
     """Write a whole file or nothing."""
     new = path.with_name(f".{path.name}.new")
-    with new.open("w", encoding="utf-8") as stream:
+    # Never readable by others, not even while it is written.
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

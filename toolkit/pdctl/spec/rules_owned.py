@@ -4,7 +4,7 @@ arrive as they were meant."""
 import re
 from collections.abc import Iterator
 
-from pd_connector.contract import PLUGIN_NAME
+from pd_connector.contract import PLUGIN_NAME, SECRET_FILE_VARIABLE
 from pdctl.spec.faults import Broken, Where, shown
 from pdctl.spec.model import Spec
 from pdctl.spec.rules_legs import legs
@@ -39,6 +39,7 @@ OWNED_ENV = {
     "NIXL_LOG_LEVEL": "observability.nixl_log_level",
     "FI_PROVIDER": "fabric.provider",
     "PATH": "engine.venv",
+    SECRET_FILE_VARIABLE: "kv_transfer.secret_file",
 }
 _CROSS_LAYER_ENV = {
     "key": {"VLLM_USE_V2_MODEL_RUNNER": "kv_transfer.cross_layer_blocks"},
