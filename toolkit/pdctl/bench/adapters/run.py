@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from pd_connector import contract
+from pd_connector import telemetry
 from pdctl.bench.adapters import aiperf, multiturn
 from pdctl.bench.client import Target
 from pdctl.bench.environment import environment
@@ -121,7 +121,7 @@ def outcomes(url: str) -> dict[str, int]:
     counted: dict[str, int] = {}
     for family in families:
         for sample in family.samples:
-            if sample.name == contract.ROUTER_TURNS and "outcome" in sample.labels:
+            if sample.name == telemetry.ROUTER_TURNS.name and "outcome" in sample.labels:
                 name = sample.labels["outcome"]
                 counted[name] = counted.get(name, 0) + int(sample.value)
     return counted
