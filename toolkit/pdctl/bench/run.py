@@ -114,7 +114,7 @@ class DeploymentPlace:
         deployment = plan(spec_of(self._spec, arm), self._base)
         before = self._running
         if deployment != before:
-            if not (self._attach and before is None and arm.route is None):
+            if not (self._attach and before is None and arm.bidirectional is None):
                 self._bring_up(deployment)
             self._running = deployment
         fresh = before is None or before.engines != deployment.engines
@@ -122,13 +122,13 @@ class DeploymentPlace:
 
     def _site(self, deployment: Deployment, arm: Arm) -> Site:
         legs = [EngineLeg(leg.name, leg.role, leg.url) for leg in deployment.engines]
-        recompute = arm.by_client and arm.route == "recompute"
         target = Target(
-            deployment.router.url, deployment.served_name, name_conversation=not recompute
+            deployment.router.url,
+            deployment.served_name,
+            name_conversation=arm.names,
+            route=arm.asks,
         )
-        append = arm.by_client and arm.route == "append"
-        decode = deployment.role("decode")[0].url
-        return Site(target, legs, decode if append else None)
+        return Site(target, legs)
 
     def logs(self) -> dict[str, tuple[str, str]]:
         if self._running is None:
@@ -248,7 +248,7 @@ class Runner:
         what a restarted router needs."""
         conversations = self._options.workload.warmup
         if arm.name in self._warm:
-            if arm.route is None:
+            if arm.pin is None:
                 return
             first = conversations[0]
             conversations = (Conversation(first.id, first.turns[:2]),)
@@ -384,7 +384,8 @@ class Runner:
             for arm, _ in todo
         )
         names = [arm.name for arm, _ in todo if arm.name not in self._took]
-        restarts = len({*names}) if any(arm.route is None for arm, _ in todo) else 0
+        restart = len({arm.bidirectional for arm in self._options.arms}) > 1
+        restarts = len({*names}) if restart else 0
         start = sum(self._starts) / len(self._starts) if self._starts else 0.0
         return took + restarts * start
 

@@ -71,7 +71,7 @@ from pdctl.cli.progress import Progress
 @click.option(
     "--arms",
     default=None,
-    help="What to compare: on,off or recompute,readback,append.  [default: on,off]",
+    help="What to compare: off,on, or of recompute,readback,append,auto.  [default: off,on]",
 )
 @click.option("--repeats", type=click.IntRange(1), help="[default: 5]")
 @click.option(
