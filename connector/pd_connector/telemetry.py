@@ -48,6 +48,9 @@ TRANSFER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 TRANSFER_BYTES = tuple(float(2**power) for power in range(16, 37, 2))
 DESCRIPTORS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
+EXEMPLAR_TRACE_ID = "trace_id"
+"""Label of an exemplar that holds its trace's id; the router puts one on TTFT and prefill."""
+
 PROMPT_BANDS = (2048, 4096, 8192, 16384, 24576, 32768)
 """Upper bounds, in tokens, of the values of a label ``prompt``; the last value is ``inf``."""
 TURN_BANDS = ("1", "2", "3-4", "5-8", "9+")
@@ -99,6 +102,13 @@ ROUTER_PREFILL = Metric(
     "Seconds from the prefill request to its answer, retries included.",
     ("leg", "outcome", "prompt"),
     SECONDS,
+)
+ROUTER_READBACK = Metric(
+    "pd_router_readback_seconds",
+    "histogram",
+    "Seconds of the D->P read within a prefill, as prefill told them.",
+    ("leg", "prompt"),
+    TRANSFER_SECONDS,
 )
 ROUTER_HANDLES_STORED = Metric(
     "pd_router_handles_stored_total", "counter", "Handles kept for a next turn."
@@ -314,6 +324,17 @@ POST_MS = Attribute("pd.post_ms", "float", "Milliseconds it took to post the tra
 BACKEND = Attribute("pd.backend", "str", "NIXL backend.")
 PEER = Attribute("pd.peer", "str", "Engine id of the peer without its per-start part.")
 
+# OpenTelemetry's own names, from its semantic conventions for generative AI.
+GEN_AI_OPERATION = Attribute("gen_ai.operation.name", "str", "chat or text_completion.")
+GEN_AI_MODEL = Attribute("gen_ai.request.model", "str", "The model that the client asked for.")
+GEN_AI_INPUT_TOKENS = Attribute("gen_ai.usage.input_tokens", "int", "Tokens of the prompt.")
+GEN_AI_OUTPUT_TOKENS = Attribute("gen_ai.usage.output_tokens", "int", "Tokens of the answer.")
+GEN_AI_CONVERSATION = Attribute(
+    "gen_ai.conversation.id",
+    "str",
+    "The conversation id in clear; only with observability.conversation_ids.",
+)
+
 EVENT_DECLINED = "Declining expired remote read"
 """Span event of a decision whose outcome is ``expired``; vLLM's own words for it."""
 
@@ -336,6 +357,11 @@ SPAN_TURN = Span(
         TOKENS_READ,
         TOKENS_COMPUTED,
         TTFT_MS,
+        GEN_AI_OPERATION,
+        GEN_AI_MODEL,
+        GEN_AI_INPUT_TOKENS,
+        GEN_AI_OUTPUT_TOKENS,
+        GEN_AI_CONVERSATION,
     ),
 )
 SPAN_CLAIM = Span("pd.claim", "pd.turn", "Finding and proving the handle.", (HANDLE_AGE,))

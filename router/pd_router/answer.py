@@ -1,7 +1,9 @@
 """The answer of a turn, put together from stream chunks or taken from one body."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from pd_connector.contract import KV_TRANSFER_PARAMS
 
@@ -9,7 +11,33 @@ COMPLETE = frozenset({"stop", "length", "tool_calls"})
 """Finish reasons of an answer that ended by itself."""
 
 _REASONING = ("reasoning", "reasoning_content")
-_KNOWN_DELTA = frozenset({"role", "content", "tool_calls", *_REASONING})
+
+
+class _Delta(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: Literal[0] = 0
+    delta: _Delta | None = None
+    message: None = None
+    text: str | None = None
+    finish_reason: None = None
+    stop_reason: None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    """A chunk in the midst of an answer; nearly all are like this, and quickly read."""
+
+    choices: list[_Choice] = []
+    error: None = None
+    kv_transfer_params: None = None
+
+
+_middle_chunks = msgspec.json.Decoder(list[_Chunk]).decode
 
 
 @dataclass(slots=True)
@@ -38,6 +66,29 @@ class Answer:
         """The assistant message as a client sends it back."""
         calls = [self.tool_calls[index] for index in sorted(self.tool_calls)]
         return {"role": self.role, "content": self.text, "tool_calls": calls}
+
+    def add_middle(self, chunks: bytes) -> bool:
+        """Take in a JSON array of chunks if all are plain text in the midst of an answer.
+
+        Else nothing is taken in, and False is returned.
+        """
+        try:
+            plain = _middle_chunks(chunks)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        for chunk in plain:
+            for choice in chunk.choices:
+                if choice.text:
+                    self.content.append(choice.text)
+                if (delta := choice.delta) is None:
+                    continue
+                if delta.content:
+                    self.content.append(delta.content)
+                if delta.role:
+                    self.role = delta.role
+                if delta.reasoning is not None or delta.reasoning_content is not None:
+                    self.reasoning = True
+        return True
 
     def add(self, body: Any) -> None:
         """Take in a stream chunk or a whole answer; never raises."""
@@ -71,12 +122,18 @@ class Answer:
             self.stop_reason = choice["stop_reason"]
 
     def _add_message(self, part: dict[str, Any]) -> None:
-        self.role = part.get("role") or self.role
-        self._add_text(part.get("content"))
-        self.reasoning |= any(part.get(name) is not None for name in _REASONING)
-        self.unreadable |= any(part[name] for name in part.keys() - _KNOWN_DELTA)
-        for place, call in enumerate(part.get("tool_calls") or []):
-            self._add_tool_call(place, call)
+        for name, value in part.items():
+            if name == "content":
+                self._add_text(value)
+            elif name == "role":
+                self.role = value or self.role
+            elif name == "tool_calls":
+                for place, call in enumerate(value or []):
+                    self._add_tool_call(place, call)
+            elif name in _REASONING:
+                self.reasoning |= value is not None
+            elif value:
+                self.unreadable = True
 
     def _add_text(self, text: Any) -> None:
         if isinstance(text, str):

@@ -1,19 +1,15 @@
 """HTTP to the legs, with every wait bounded and every failure named by its leg."""
 
 import asyncio
-import errno
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import aiohttp
-
+from pd_router.enginehttp import Connection, Origin
 from pd_router.legs import Leg
 
 CONNECT_SECONDS = 5.0
 """Bound of a TCP connect to a leg."""
-
-# Below uvicorn's 5 s, so that the router closes an idle connection before the engine does.
-_KEEP_ALIVE_SECONDS = 3.0
 
 
 class LegFailure(Exception):
@@ -38,21 +34,56 @@ class TimedOut(LegFailure):
 
 
 @contextmanager
-def leg_failures(leg: Leg) -> Iterator[None]:
-    """Turn the HTTP client's exceptions into :class:`LegFailure`."""
+def _connect_failures(leg: Leg) -> Iterator[None]:
     try:
         yield
-    except aiohttp.ConnectionTimeoutError as error:
+    except asyncio.TimeoutError as error:
         raise NotReached(leg, "connect timed out") from error
-    except aiohttp.ClientConnectorDNSError as error:
+    except socket.gaierror as error:
         raise NotReached(leg, "host name not resolved") from error
-    except aiohttp.ClientConnectorError as error:
-        refused = error.os_error.errno == errno.ECONNREFUSED
-        reason = "connection refused" if refused else "connection failed"
-        raise NotReached(leg, reason) from error
+    except ConnectionRefusedError as error:
+        raise NotReached(leg, "connection refused") from error
+    except OSError as error:
+        raise NotReached(leg, "connection failed") from error
+
+
+class EngineAnswer:
+    """An answer whose head has arrived; :meth:`close` ends it, read or not."""
+
+    def __init__(self, leg: Leg, connection: Connection) -> None:
+        self.leg = leg
+        self.status = connection.status
+        self.headers = connection.headers
+        """Names in lower case."""
+        self._connection = connection
+
+    @property
+    def content_type(self) -> str:
+        """The media type without parameters, in lower case."""
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+    @property
+    def connection(self) -> Connection:
+        return self._connection
+
+    async def read(self) -> bytes:
+        """The whole body. Raises :class:`LegFailure`."""
+        with answer_failures(self.leg):
+            return await self._connection.read()
+
+    def close(self) -> None:
+        """Give the connection back, or drop it if the answer is not whole."""
+        self._connection.close()
+
+
+@contextmanager
+def answer_failures(leg: Leg) -> Iterator[None]:
+    """Turn what happens after the connect into :class:`LegFailure`."""
+    try:
+        yield
     except asyncio.TimeoutError as error:
         raise TimedOut(leg, "no answer in time") from error
-    except (aiohttp.ClientError, OSError) as error:
+    except OSError as error:
         raise Broken(leg, "connection broke") from error
 
 
@@ -60,15 +91,11 @@ class Engines:
     """The HTTP client of all legs."""
 
     def __init__(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            # A compressed stream could not be forwarded as it arrives.
-            headers={"Accept-Encoding": "identity"},
-        )
+        self._origins: dict[str, Origin] = {}
 
     async def close(self) -> None:
-        await self._session.close()
+        for origin in self._origins.values():
+            origin.close()
 
     async def post(
         self,
@@ -79,21 +106,14 @@ class Engines:
         *,
         total: float | None = None,
         idle: float | None = None,
-    ) -> aiohttp.ClientResponse:
+    ) -> EngineAnswer:
         """An answer whose body is still to be read; the caller closes it.
 
         ``total`` bounds the whole exchange, ``idle`` each wait for bytes, in seconds.
         Raises :class:`LegFailure`.
         """
-        timeout = aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_SECONDS, sock_read=idle)
-        with leg_failures(leg):
-            return await self._session.post(
-                leg.url + path,
-                data=body,
-                headers={"Content-Type": "application/json", **headers},
-                timeout=timeout,
-                allow_redirects=False,
-            )
+        named = {"Content-Type": "application/json", **headers}
+        return await self.send(leg, "POST", path, named, body, total=total, idle=idle)
 
     async def fetch(
         self, leg: Leg, path: str, body: bytes, headers: Mapping[str, str], *, total: float
@@ -101,7 +121,7 @@ class Engines:
         """Status and body of a whole answer. Raises :class:`LegFailure`."""
         answer = await self.post(leg, path, body, headers, total=total)
         try:
-            return answer.status, await read_all(leg, answer)
+            return answer.status, await answer.read()
         finally:
             answer.close()
 
@@ -109,21 +129,44 @@ class Engines:
         self, leg: Leg, path: str, headers: Mapping[str, str], *, total: float
     ) -> tuple[int, bytes]:
         """Status and body. Raises :class:`LegFailure`."""
-        timeout = aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_SECONDS)
-        with leg_failures(leg):
-            async with self._session.get(
-                leg.url + path, headers=headers, timeout=timeout, allow_redirects=False
-            ) as answer:
-                return answer.status, await answer.read()
+        answer = await self.send(leg, "GET", path, headers, None, total=total)
+        try:
+            return answer.status, await answer.read()
+        finally:
+            answer.close()
+
+    async def send(
+        self,
+        leg: Leg,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        *,
+        total: float | None = None,
+        idle: float | None = None,
+    ) -> EngineAnswer:
+        """:meth:`post` for any method."""
+        origin = self._origin(leg)
+        request = origin.request(method, path, headers, body)
+        with _connect_failures(leg):
+            connection = await origin.connection(CONNECT_SECONDS)
+        try:
+            connection.bound(total, idle)
+            with answer_failures(leg):
+                await connection.ask(request)
+        except BaseException:
+            connection.abort()
+            raise
+        return EngineAnswer(leg, connection)
+
+    def _origin(self, leg: Leg) -> Origin:
+        origin = self._origins.get(leg.url)
+        if origin is None:
+            origin = self._origins[leg.url] = Origin(leg.url)
+        return origin
 
 
-async def read_all(leg: Leg, answer: aiohttp.ClientResponse) -> bytes:
+async def read_all(leg: Leg, answer: EngineAnswer) -> bytes:
     """The whole body. Raises :class:`LegFailure`."""
-    with leg_failures(leg):
-        return await answer.read()
-
-
-async def read_some(leg: Leg, answer: aiohttp.ClientResponse) -> bytes:
-    """The next bytes as they arrive, empty at the end. Raises :class:`LegFailure`."""
-    with leg_failures(leg):
-        return await answer.content.readany()
+    return await answer.read()

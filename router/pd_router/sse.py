@@ -26,6 +26,11 @@ class Splitter:
         self._scanned = 0
         self._max_event = max_event
 
+    @property
+    def empty(self) -> bool:
+        """There is no unfinished event."""
+        return not self._buffer
+
     def feed(self, chunk: bytes) -> list[bytes]:
         """The events that ``chunk`` completes. Raises :class:`EventTooLarge`."""
         self._buffer += chunk

@@ -46,6 +46,7 @@ def worker() -> PdPullWorker:
     worker.nixl_wrapper = FakeNixl()
     worker.xfer_stats = PdStats()
     worker.transfer_topo = SimpleNamespace()
+    worker.dst_num_blocks = {"decode-0": 8}
     worker.tp_rank = worker.pcp_rank = 0
     worker._expired_reads, worker._released = set(), set()
     worker._ended = deque()
@@ -160,7 +161,7 @@ def test_a_declined_read_is_no_failed_transfer(
     monkeypatch.setattr(base, "_is_turn2_read_expired", lambda self, meta: True)
     worker._engine_last_active = {}
     worker._bidirectional_kv_xfer_enabled = True
-    remote = SimpleNamespace(engine_id="decode-0", blocks_expiry_time=0.0)
+    remote = SimpleNamespace(engine_id="decode-0", block_ids=([3],), blocks_expiry_time=0.0)
     meta = SimpleNamespace(local_block_ids=([1],), local_physical_block_ids=([1],), remote=remote)
     worker._recving_metadata["r"] = meta
     worker._read_blocks_for_req("r", meta)
@@ -187,3 +188,15 @@ def test_reports_of_all_ranks_add_up() -> None:
 )
 def test_peers_are_named_without_what_is_new_at_every_start(engine_id: Any, name: str) -> None:
     assert peer_name(engine_id) == name
+
+
+def test_blocks_that_the_peer_does_not_have_are_not_read(
+    worker: PdPullWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would count on into the next layer's blocks."""
+    failed: list[str] = []
+    monkeypatch.setattr(worker, "_handle_failed_transfer", lambda req, handle: failed.append(req))
+    remote = SimpleNamespace(engine_id="decode-0", block_ids=([1, 8],), blocks_expiry_time=None)
+    meta = SimpleNamespace(local_block_ids=([1, 2],), remote=remote)
+    worker._read_blocks_for_req("r", meta)
+    assert failed == ["r"]

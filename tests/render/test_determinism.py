@@ -1,5 +1,6 @@
 """The same spec gives the same bytes, wherever and however it is rendered."""
 
+import json
 import os
 import stat
 import subprocess
@@ -48,7 +49,8 @@ def test_surroundings_do_not_matter(tmp_path: Path) -> None:
         )
         assert (ended.returncode, ended.stderr) == (0, "")
         assert {file.name: file.read_bytes().decode() for file in out.iterdir()} == expected
-        assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {0o755}
+        modes = {file.suffix: stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()}
+        assert modes == {".sh": 0o755, ".json": 0o644}
 
 
 def test_the_order_of_keys_does_not_matter(tmp_path: Path) -> None:
@@ -89,5 +91,5 @@ def test_64_legs(tmp_path: Path) -> None:
         "decode": {"legs": [{"host": f"d{n}", "port": 8200} for n in range(32)]},
     }
     files = render(text, tmp_path)
-    assert len(files) == 66
-    assert files["router-0.sh"].count("  --prefill ") == 32
+    assert len(files) == 67
+    assert len(json.loads(files["router.json"])["prefill"]) == 32

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pd_router import settings
 from tests.cli import pdctl
 from tests.render.scripts import EXAMPLES, SPEC, render, run
 
@@ -44,6 +45,11 @@ def shellcheck(folder: Path) -> str:
 def test_shellcheck_finds_nothing(path: Path, bidir: str, tmp_path: Path) -> None:
     render(path, tmp_path, "--bidir", bidir)
     assert shellcheck(tmp_path / "out") == ""
+
+
+def router_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "out" / "router.json").read_text())
+    return config
 
 
 def test_the_articles_prefill_leg(tmp_path: Path) -> None:
@@ -127,10 +133,19 @@ def test_the_laptop_legs(tmp_path: Path) -> None:
     assert leg.kv["kv_connector_extra_config"]["backends"] == ["UCX"]
     router = run(tmp_path, "router-0.sh", "work/.venv/bin/python3")
     assert router.argv[:3] == ["python3", "-m", "pd_router"]
-    assert router.value("--prefill") == "prefill-0=http://127.0.0.1:8100"
-    assert router.value("--decode") == "decode-0=http://127.0.0.1:8200"
-    assert (router.value("--handle-ttl"), router.value("--decode-ttl")) == ("450", "480")
-    assert router.value("--bidirectional") == "on"
+    config = json.loads(Path(router.value("--config")).read_text())
+    leg_settings = {"bidirectional": True, "prefix_caching": False}
+    assert config["prefill"] == {"prefill-0": {"url": "http://127.0.0.1:8100"} | leg_settings}
+    leg_settings["prefix_caching"] = True
+    assert config["decode"] == {"decode-0": {"url": "http://127.0.0.1:8200"} | leg_settings}
+    assert (config["handle_ttl"], config["decode_ttl"]) == (450, 480)
+
+
+def test_the_router_accepts_what_is_rendered_for_it(tmp_path: Path) -> None:
+    for number, example in enumerate(EXAMPLES):
+        render(example, tmp_path / f"{number}")
+        loaded = settings.load(tmp_path / f"{number}" / "out" / "router.json")
+        assert loaded.proof == "connector"
 
 
 def test_bidir_changes_that_flag_alone(tmp_path: Path) -> None:
@@ -143,9 +158,10 @@ def test_bidir_changes_that_flag_alone(tmp_path: Path) -> None:
         assert on[name].count(true) == 1
         assert on[name].replace(true, false) == off[name]
     assert (
-        on["router-0.sh"].replace("--bidirectional on", "--bidirectional off")
-        == (off["router-0.sh"])
+        on["router.json"].replace('"bidirectional": true', '"bidirectional": false')
+        == (off["router.json"])
     )
+    assert on["router-0.sh"] == off["router-0.sh"]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +180,7 @@ def test_the_load_failure_policy_fits_the_connector(
     assert leg.kv["kv_load_failure_policy"] == policy
     assert leg.kv["kv_connector"] == "NixlConnector"
     assert ("kv_connector_module_path" in leg.kv) is (transfer["connector"] == "pdctl")
-    router = run(tmp_path, "router-0.sh")
-    assert router.value("--connector") == transfer["connector"]
+    assert router_config(tmp_path)["connector"] == transfer["connector"]
 
 
 def test_push_uses_vllms_push_connector(tmp_path: Path) -> None:
@@ -348,7 +363,8 @@ def test_two_prefill_and_three_decode_legs(tmp_path: Path) -> None:
     )
     files = render(text, tmp_path)
     names = ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
-    assert set(files) == {f"{name}.sh" for name in [*names, "router-0", "cleanup"]}
+    scripts = {f"{name}.sh" for name in [*names, "router-0", "cleanup"]}
+    assert set(files) == scripts | {"router.json"}
     legs = [run(tmp_path, f"{name}.sh") for name in names]
     assert [leg.value("--port") for leg in legs] == ["8100", "8100", "8200", "8201", "8202"]
     assert [leg.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for leg in legs] == [
@@ -357,14 +373,16 @@ def test_two_prefill_and_three_decode_legs(tmp_path: Path) -> None:
     ]
     ids = [leg.kv["engine_id"] for leg in legs]
     assert [engine_id.rsplit("-", 1)[0] for engine_id in ids] == [f"demo-{name}" for name in names]
-    router = run(tmp_path, "router-0.sh")
-    assert router.values("--prefill") == [
-        "prefill-0=http://10.0.0.1:8100",
-        "prefill-1=http://10.0.0.2:8100",
+    config = router_config(tmp_path)
+    assert [leg["url"] for leg in config["prefill"].values()] == [
+        "http://10.0.0.1:8100",
+        "http://10.0.0.2:8100",
     ]
-    assert router.values("--decode") == [f"decode-{n}=http://10.0.1.1:{8200 + n}" for n in range(3)]
-    assert (router.value("--host"), router.value("--port")) == ("0.0.0.0", "9000")
-    assert router.value("--conversation-header") == "X-Chat"
+    assert {name: leg["url"] for name, leg in config["decode"].items()} == {
+        f"decode-{n}": f"http://10.0.1.1:{8200 + n}" for n in range(3)
+    }
+    assert (config["host"], config["port"]) == ("0.0.0.0", 9000)
+    assert config["conversation_headers"] == ["X-Chat"]
 
 
 def test_a_leg_overrides_its_role(tmp_path: Path) -> None:
@@ -403,8 +421,12 @@ def test_a_leg_overrides_its_role(tmp_path: Path) -> None:
     assert "--no-enable-prefix-caching" in own.argv
     assert own.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.9.0.2"
     assert own.kv["engine_id"].startswith("mine-prefill-")
-    router = run(tmp_path, "router-0.sh")
-    assert router.values("--prefill")[1] == "prefill-1=http://10.0.0.2:8100"
+    legs = router_config(tmp_path)["prefill"]
+    assert legs["prefill-0"]["prefix_caching"] is True
+    assert (legs["prefill-1"]["url"], legs["prefill-1"]["prefix_caching"]) == (
+        "http://10.0.0.2:8100",
+        False,
+    )
 
 
 def test_the_nearest_environment_wins(tmp_path: Path) -> None:
@@ -443,10 +465,10 @@ def test_settings_of_observability_and_cache(tmp_path: Path) -> None:
     assert leg.env["NIXL_LOG_LEVEL"] == "DEBUG"
     assert leg.kv["kv_connector_extra_config"]["decoder_kv_blocks_ttl"] == 12345678
     assert leg.kv["kv_connector_extra_config"]["kv_recompute_threshold"] == 0
-    router = run(tmp_path, "router-0.sh")
-    assert router.value("--handle-ttl") == "90"
-    assert router.value("--readback-timeout") == "0.25"
-    assert router.value("--decode-ttl") == "12345678"
+    config = router_config(tmp_path)
+    assert (config["handle_ttl"], config["readback_timeout"]) == (90, 0.25)
+    assert (config["decode_ttl"], config["recompute_threshold"]) == (12345678, 0)
+    assert config["otlp_endpoint"] == "http://o:4317"
 
 
 def test_ipv6_addresses(tmp_path: Path) -> None:
@@ -456,8 +478,7 @@ def test_ipv6_addresses(tmp_path: Path) -> None:
     )
     render(text, tmp_path)
     assert run(tmp_path, "prefill-0.sh").value("--host") == "fd00::1"
-    router = run(tmp_path, "router-0.sh")
-    assert router.value("--prefill") == "prefill-0=http://[fd00::1]:8100"
+    assert router_config(tmp_path)["prefill"]["prefill-0"]["url"] == "http://[fd00::1]:8100"
 
 
 def test_shellcheck_finds_nothing_in_a_large_deployment(tmp_path: Path) -> None:
@@ -477,3 +498,29 @@ def test_kv_config_is_one_line_of_json(tmp_path: Path) -> None:
     assert "\n" not in text
     assert json.loads(text)
     assert yaml.safe_load(text) == json.loads(text)
+
+
+def test_all_legs_are_told_where_the_secret_is_and_no_script_holds_one(tmp_path: Path) -> None:
+    render(spec(kv_transfer={"secret_file": "~/secret"}, router={"port": 8000}), tmp_path)
+    (tmp_path / "secret").write_text("f" * 64)
+    for leg in ("prefill-0.sh", "decode-0.sh", "router-0.sh"):
+        assert run(tmp_path, leg).env["PD_SECRET_FILE"] == f"{tmp_path}/secret"
+
+
+def test_without_a_secret_in_the_spec_the_nodes_own_is_taken(tmp_path: Path) -> None:
+    files = render(spec(), tmp_path)
+    assert "PD_SECRET_FILE" not in run(tmp_path, "prefill-0.sh").env
+    assert "openssl rand -hex 32" in files["prefill-0.sh"]
+
+
+def test_every_plugin_that_vllm_would_load_stays_loaded(tmp_path: Path) -> None:
+    """VLLM_PLUGINS must name ours for its HTTP routes, and then names all there are."""
+    own = Path(sys.executable).parent
+    call = "from pd_connector.check import plugins; print(','.join(plugins()))"
+    named = subprocess.run(
+        [own / "python", "-c", call], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert "pd_connector" in named.split(",")
+    files = render(spec(), tmp_path)
+    assert 'print(",".join(plugins()))' in files["prefill-0.sh"]
+    assert "VLLM_PLUGINS" in run(tmp_path, "prefill-0.sh").env

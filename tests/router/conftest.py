@@ -17,12 +17,10 @@ def shared_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
         tmp_path_factory.mktemp("router"),
         [prefill],
         [decode],
-        "--readback-timeout",
-        "1",
-        "--conversation-header",
-        "X-My-Chat",
-        "--max-body-bytes",
-        "1000000",
+        readback_timeout=1,
+        pair_pause=0.001,
+        conversation_headers=["X-My-Chat"],
+        max_body_bytes=1_000_000,
     )
     yield router
     router.stop()
@@ -43,15 +41,13 @@ def router(shared_router: Router) -> Iterator[Router]:
 
 @pytest.fixture
 def start_router(tmp_path: Path) -> Iterator[StartRouter]:
-    """Start a router of a test's own: engines per role, and :func:`launch`'s options."""
+    """Start a router of a test's own: engines per role, and the router's settings."""
     started: list[Router] = []
 
-    def start(
-        *flags: str, prefills: int = 1, decodes: int = 1, ttl: float = 480, **options: Any
-    ) -> Router:
+    def start(*, prefills: int = 1, decodes: int = 1, ttl: float = 480, **settings: Any) -> Router:
         prefill = [FakeEngine("prefill").start() for _ in range(prefills)]
         decode = [FakeEngine("decode", ttl=ttl).start() for _ in range(decodes)]
-        router = launch(tmp_path, prefill, decode, *flags, **options)
+        router = launch(tmp_path, prefill, decode, **settings)
         started.append(router)
         return router
 

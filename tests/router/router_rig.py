@@ -98,6 +98,7 @@ class Router:
     process: subprocess.Popen[bytes]
     url: str
     log_path: Path
+    config_path: Path
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=DEADLINE))
@@ -119,10 +120,12 @@ class Router:
         return self.http.get(self.url + path)
 
     def metric(self, name: str, **labels: str) -> float:
-        text = ",".join(f'{k}="{v}"' for k, v in labels.items())
-        sample = f"{name}{{{text}}}" if labels else name
-        found = re.search(rf"^{re.escape(sample)} (\S+)$", self.get("/metrics").text, re.M)
-        return float(found.group(1)) if found else 0.0
+        """A metric's value, added up over the labels that are not given."""
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        lines = re.findall(
+            rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", self.get("/metrics").text, re.M
+        )
+        return sum(float(value) for text, value in lines if wanted <= set(text.split(",")))
 
     @property
     def log(self) -> str:
@@ -131,6 +134,14 @@ class Router:
     @property
     def engines(self) -> list[FakeEngine]:
         return [*self.prefill, *self.decode]
+
+    def wait_released(self, turns: set[str]) -> None:
+        """Wait until decode has been told to release these turns."""
+
+        def told() -> bool:
+            return turns <= {turn for engine in self.decode for turn in engine.released_turns}
+
+        wait_for(told, f"{turns} are released")
 
     def reset(self) -> None:
         for engine in self.engines:
@@ -153,30 +164,29 @@ numbers = itertools.count()
 
 
 def launch(
-    log_dir: Path,
+    folder: Path,
     prefill: list[FakeEngine],
     decode: list[FakeEngine],
-    *flags: str,
-    connector: str = "pdctl",
-    bidirectional: str = "on",
-    handle_ttl: float = 450,
-    decode_ttl: float = 480,
     host: str = "127.0.0.1",
+    prefix_caching: bool = True,
+    leg_bidirectional: bool = True,
+    **settings: Any,
 ) -> Router:
+    """A router process; ``settings`` are keys of its config file."""
     port = free_port(host)
-    legs = []
+    config = {"name": "router-0", "host": host, "port": port, "route": "readback"} | settings
     for role, engines in (("prefill", prefill), ("decode", decode)):
-        for index, engine in enumerate(engines):
-            legs += [f"--{role}", f"{role}-{index}={engine.url}"]
-    log_path = log_dir / f"router-{next(numbers)}.log"
-    command = [sys.executable, "-m", "pd_router", "--name", "router-0", "--host", host]
-    command += ["--port", str(port), *legs, "--connector", connector]
-    command += ["--bidirectional", bidirectional]
-    command += ["--handle-ttl", str(handle_ttl), "--decode-ttl", str(decode_ttl), *flags]
+        leg = {"prefix_caching": role == "decode" and prefix_caching}
+        leg["bidirectional"] = leg_bidirectional or role == "decode"
+        config[role] = {f"{role}-{n}": leg | {"url": e.url} for n, e in enumerate(engines)}
+    number = next(numbers)
+    config_path, log_path = folder / f"router-{number}.json", folder / f"router-{number}.log"
+    config_path.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "pd_router", "--config", str(config_path)]
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
     address = f"[{host}]" if ":" in host else host
-    router = Router(process, f"http://{address}:{port}", log_path, prefill, decode)
+    router = Router(process, f"http://{address}:{port}", log_path, config_path, prefill, decode)
 
     def listening() -> bool:
         assert process.poll() is None, log_path.read_text()

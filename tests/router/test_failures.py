@@ -51,16 +51,29 @@ def test_a_prefill_that_fails_twice_is_a_clean_502(router: Router, conversation:
 
 
 def test_a_prefill_without_a_handle_that_hangs_is_a_504(start_router: StartRouter) -> None:
-    router = start_router("--prefill-timeout", "0.5")
+    router = start_router(prefill_timeout=0.5)
     router.prefill[0].faults.append("hang")
     answer = Chat(router, "c").say("Hello")
     assert (answer.status, answer.json["error"]["type"]) == (504, "timeout")
     assert "prefill-0" in answer.json["error"]["message"]
 
 
+def test_a_decode_error_is_repeated_from_prefill_on(
+    router: Router, conversation: str, stream: bool
+) -> None:
+    chat = Chat(router, conversation, stream)
+    chat.say("Hello")
+    router.decode[0].faults.append(500)
+    assert chat.say("Again").status == 200
+    first, second = router.prefill[0].requests[-2:]
+    assert first["kv_transfer_params"]["remote_block_ids"]
+    assert second["kv_transfer_params"]["remote_block_ids"] is None
+    assert chat.say("More").outcome == "hit"
+
+
 def test_decode_errors_are_a_clean_502(router: Router, conversation: str, stream: bool) -> None:
     chat = Chat(router, conversation, stream)
-    router.decode[0].faults.append(500)
+    router.decode[0].faults.extend([500, 500])
     answer = chat.say("Hello")
     assert (answer.status, answer.json["error"]["type"]) == (502, "engine_error")
     assert chat.say("Hello").outcome == "miss"
@@ -170,7 +183,7 @@ def test_a_dead_leg_is_noticed_without_a_turn(start_router: StartRouter) -> None
 
 @pytest.mark.parametrize("fault", ["die", "end", "stall"])
 def test_a_stream_that_breaks_ends_in_an_error_event(start_router: StartRouter, fault: str) -> None:
-    router = start_router("--stream-idle-timeout", "0.5")
+    router = start_router(stream_idle_timeout=0.5)
     chat = Chat(router, "c")
     router.decode[0].faults.append(fault)
     answer = router.post(chat.body("Hello"))

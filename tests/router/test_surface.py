@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 from router_rig import Chat, Router, StartRouter, launch, wait_for
 
 from fake_engine import FakeEngine, Script
-from pd_connector import contract
+from pd_connector import telemetry
 from pd_connector.contract import Outcome
 from pd_router.__main__ import main
 
@@ -19,6 +20,7 @@ def test_a_stream_is_passed_on_byte_for_byte_but_for_the_handle(
     router: Router, conversation: str
 ) -> None:
     text = 'Grüße \U0001f600 and "quotes"'
+    router.decode[0].report_usage_details = False
     router.decode[0].scripts.extend([Script(content=text), Script(content=text)])
     body = Chat(router, conversation).body("Hi", stream_options={"include_usage": True})
     through = router.post(body)
@@ -204,15 +206,17 @@ def test_health_names_the_legs(router: Router) -> None:
     assert health.json()["legs"][0]["reason"] == "/health answered 503"
 
 
-def test_metrics_carry_the_contracts_names(router: Router, conversation: str) -> None:
+def test_metrics_carry_the_names_of_telemetry(router: Router, conversation: str) -> None:
     Chat(router, conversation).say("Hello")
     text = router.get("/metrics").text
-    names = [getattr(contract, name) for name in dir(contract) if name.startswith("ROUTER_")]
-    assert [name for name in names if f"# HELP {name} " not in text] == []
+    router_metrics = [m for m in telemetry.METRICS if m.name.startswith("pd_router_")]
+    assert [m.name for m in router_metrics if f"# HELP {m.name} {m.text}" not in text] == []
     for outcome in Outcome:
-        assert f'{contract.ROUTER_TURNS}{{outcome="{outcome.value}"}}' in text
-    assert router.metric(contract.ROUTER_TTFT_SECONDS + "_count") > 0
-    assert router.metric(contract.ROUTER_PREFILL_SECONDS + "_count") > 0
+        assert f'{telemetry.ROUTER_TURNS.name}{{outcome="{outcome.value}",route=' in text
+    assert router.metric(telemetry.ROUTER_TTFT.name + "_count", outcome="miss") > 0
+    assert router.metric(telemetry.ROUTER_PREFILL.name + "_count", leg="prefill-0") > 0
+    assert router.metric(telemetry.ROUTER_INFO.name, reuse_proof="connector") == 1
+    assert router.metric(telemetry.ROUTER_REQUESTS.name, path="/v1/chat/completions") > 0
 
 
 def test_a_turn_is_one_line_of_the_log(start_router: StartRouter) -> None:
@@ -227,7 +231,8 @@ def test_a_turn_is_one_line_of_the_log(start_router: StartRouter) -> None:
     for line, outcome, cache in zip(lines, ("miss", "hit"), ("MISS", "HIT"), strict=True):
         for part in ("router=router-0", "prefill=prefill-0", "decode=decode-0"):
             assert part in line
-        assert f"outcome={outcome} Prefill done in " in line
+        assert f" outcome={outcome} " in line
+        assert " Prefill done in " in line
         assert f"ms cache {cache} ttft_ms=" in line
 
 
@@ -250,58 +255,88 @@ def test_legs_and_router_may_have_ipv6_addresses(tmp_path: Any) -> None:
             engine.stop()
 
 
-GOOD = {
-    "--name": "r",
-    "--host": "127.0.0.1",
-    "--port": "8000",
-    "--prefill": "p=http://127.0.0.1:1",
-    "--decode": "d=http://[::1]:2",
-    "--handle-ttl": "450",
-    "--decode-ttl": "480",
-    "--connector": "pdctl",
-    "--bidirectional": "on",
+GOOD: dict[str, Any] = {
+    "name": "r",
+    "host": "127.0.0.1",
+    "port": 8000,
+    "prefill": {"p": {"url": "http://127.0.0.1:1"}},
+    "decode": {"d": {"url": "http://[::1]:2"}},
 }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--port": "0"}, "'0' is not a port"),
-        ({"--port": "http"}, "'http' is not a port"),
-        ({"--prefill": "http://127.0.0.1:1"}, "is not NAME=URL"),
-        ({"--prefill": "p"}, "'p' is not NAME=URL"),
-        ({"--prefill": "p=ftp://h:1"}, "is not an http URL"),
-        ({"--prefill": "p=http://h:99999"}, "is not an http URL"),
-        ({"--prefill": "d=http://h:1"}, "leg name used twice: d"),
-        ({"--handle-ttl": "480"}, "--handle-ttl 480 must be below --decode-ttl 480"),
-        ({"--handle-ttl": "-1"}, "not a positive number of seconds"),
-        ({"--handle-ttl": "nan"}, "not a positive number of seconds"),
-        ({"--connector": "mine"}, "invalid choice: 'mine'"),
-        ({"--bidirectional": "yes"}, "invalid choice: 'yes'"),
-        ({"--max-handles": "0"}, "not a positive whole number"),
-        ({"--conversation-header": "a b"}, "'a b' is not a header name"),
-        ({"--log-level": "loud"}, "invalid choice: 'loud'"),
-        ({"--colour": "red"}, "unrecognized arguments"),
-        ({"--decode": None}, "the following arguments are required: --decode"),
+        ({"port": 0}, "Expected `int` >= 1 - at `$.port`"),
+        ({"port": "http"}, "Expected `int`, got `str` - at `$.port`"),
+        ({"prefill": {}}, "length >= 1 - at `$.prefill`"),
+        ({"prefill": {"p": {}}}, "missing required field `url` - at `$.prefill"),
+        ({"prefill": {"p": {"url": "ftp://h:1"}}}, "p: 'ftp://h:1' is not an http URL"),
+        ({"prefill": {"p": {"url": "http://h:99999"}}}, "is not an http URL"),
+        ({"prefill": {"d": {"url": "http://h:1"}}}, "leg name used twice: d"),
+        ({"handle_ttl": 480}, "handle_ttl 480 must be below decode_ttl 480"),
+        ({"handle_ttl": -1}, "Expected `float` > 0.0 - at `$.handle_ttl`"),
+        ({"connector": "mine"}, "Invalid enum value 'mine' - at `$.connector`"),
+        ({"bidirectional": "yes"}, "Expected `bool`, got `str` - at `$.bidirectional`"),
+        ({"max_handles": 0}, "Expected `int` >= 1 - at `$.max_handles`"),
+        ({"conversation_headers": ["a b"]}, "'a b' is not a header name"),
+        ({"tenant_header": "a b"}, "'a b' is not a header name"),
+        ({"connector": "stock", "reuse_proof": "connector"}, "needs the pdctl connector"),
+        ({"otlp_endpoint": "localhost:4317"}, "otlp_endpoint: 'localhost:4317' is not an http"),
+        ({"log_level": "loud"}, "Invalid enum value 'loud'"),
+        ({"colour": "red"}, "unknown field `colour`"),
+        ({"decode": None}, "Expected `object`, got `null` - at `$.decode`"),
     ],
 )
-def test_a_bad_command_line_is_one_clear_line(
-    change: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]
+def test_a_bad_config_file_is_one_clear_line(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [f"{name}={value}" for name, value in (GOOD | change).items() if value is not None]
-    with pytest.raises(SystemExit) as end:
-        main(flags)
-    assert end.value.code == 2
+    config = tmp_path / "router.json"
+    config.write_text(json.dumps(GOOD))
+    assert main(["--config", str(config), "--check"]) == 0
+    config.write_text(json.dumps(GOOD | change))
+    assert main(["--config", str(config)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("pd_router: ")
+    assert error.startswith(f"pd_router: {config}: ")
     assert error.count("\n") == 1
     assert message in error
 
 
-def test_a_port_in_use_is_one_clear_line(router: Router) -> None:
-    port = router.url.rsplit(":", 1)[-1]
-    flags = [f"{name}={value}" for name, value in (GOOD | {"--port": port}).items()]
-    command = [sys.executable, "-m", "pd_router", *flags]
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "\xff"])
+def test_a_config_file_that_is_none_is_one_clear_line(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "router.json"
+    if text is not None:
+        config.write_text(text, encoding="latin-1")
+    assert main(["--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"pd_router: {config}: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "the following arguments are required: --config"),
+        (["--config", "x", "--port", "1"], "unrecognized arguments: --port 1"),
+    ],
+)
+def test_a_bad_command_line_is_one_clear_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(flags)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error == f"pd_router: {message}\n"
+
+
+def test_a_port_in_use_is_one_clear_line(router: Router, tmp_path: Path) -> None:
+    port = int(router.url.rsplit(":", 1)[-1])
+    config = tmp_path / "router.json"
+    config.write_text(json.dumps(GOOD | {"port": port}))
+    command = [sys.executable, "-m", "pd_router", "--config", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
     assert f"pd_router: cannot listen on 127.0.0.1:{port}: " in done.stderr

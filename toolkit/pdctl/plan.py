@@ -3,7 +3,7 @@
 import json
 import os.path
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -47,7 +47,8 @@ class Leg:
 
     ``checked`` is what the start script compares with the node (:mod:`pd_connector.check`).
     ``listens`` are addresses and ports: HTTP first, then the side channel's. ``kv_config`` is
-    vLLM's kv-transfer-config, empty for the router.
+    vLLM's kv-transfer-config, empty for the router; ``config`` is the router's config file, empty
+    for an engine.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Leg:
     env: tuple[Variable, ...]
     flags: tuple[Flag, ...]
     kv_config: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -343,35 +345,6 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
     python = router.python or spec.engine.python
     venv = _path(spec.engine.venv, base) if spec.engine.venv and not python else None
     interpreter = _path(python, base) if python else "python3"
-    flags = [
-        Flag(("--name", "router-0"), "How it calls itself in logs."),
-        Flag(("--host", router.host), "Address to listen on."),
-        Flag(("--port", str(router.port)), "HTTP port."),
-    ]
-    flags += [
-        Flag((f"--{leg.role}", f"{leg.name}={leg.url}"), f"The {leg.role} leg {leg.name}.")
-        for leg in engines
-    ]
-    flags += [
-        Flag(
-            ("--handle-ttl", format_number(router.handle_ttl)),
-            "Seconds a handle is kept; below decode's TTL, so that blocks outlive handles.",
-        ),
-        Flag(
-            ("--decode-ttl", format_number(spec.kv_transfer.decode_ttl)),
-            "Decode's TTL, in seconds.",
-        ),
-        Flag(
-            ("--readback-timeout", format_number(router.readback_timeout)),
-            "Longest wait, in seconds, for a prefill that reads back.",
-        ),
-        Flag(("--connector", spec.kv_transfer.connector), "What the engines run."),
-        Flag(("--bidirectional", "on" if on else "off"), "Whether handles are kept and sent."),
-    ]
-    flags += [
-        Flag(("--conversation-header", header), "Also names a conversation.")
-        for header in router.conversation_headers
-    ]
     return Leg(
         name="router-0",
         role="router",
@@ -390,9 +363,53 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
         python=interpreter,
         command=(interpreter, "-m", "pd_router"),
         env=tuple(_secret(spec, base)),
-        flags=tuple(flags),
+        flags=(),
         kv_config={},
+        config=_router_config(spec, engines, on),
     )
+
+
+def _router_config(spec: Spec, engines: tuple[Leg, ...], on: bool) -> dict[str, Any]:
+    """What pd_router reads; its settings.py describes the keys."""
+    router, kv, seen = spec.router, spec.kv_transfer, spec.observability
+
+    def legs(role: str) -> dict[str, Any]:
+        section: Role = getattr(spec, role)
+        own = zip((leg for leg in engines if leg.role == role), section.legs, strict=True)
+        return {
+            leg.name: {
+                "url": leg.url,
+                "bidirectional": on,
+                "prefix_caching": _setting(settings, section, "prefix_caching", role == "decode"),
+            }
+            for leg, settings in own
+        }
+
+    return {
+        "name": "router-0",
+        "host": router.host,
+        "port": router.port,
+        "prefill": legs("prefill"),
+        "decode": legs("decode"),
+        "connector": kv.connector,
+        "bidirectional": on,
+        "reuse_proof": None if router.reuse_proof == "auto" else router.reuse_proof,
+        "handle_ttl": router.handle_ttl,
+        "decode_ttl": kv.decode_ttl,
+        "readback_timeout": router.readback_timeout,
+        "recompute_threshold": kv.recompute_threshold,
+        "block_size": kv.block_size,
+        "conversation_headers": router.conversation_headers,
+        "tenant_header": router.tenant_header,
+        "route": router.route,
+        "append_max_tokens": router.append_max_tokens,
+        "max_decode_stall_ms": router.max_decode_stall_ms,
+        "rates": router.rates.model_dump(),
+        "max_handles": router.max_handles,
+        "otlp_endpoint": seen.otlp_endpoint,
+        "otlp_protocol": seen.otlp_protocol,
+        "trace_conversation_ids": seen.conversation_ids,
+    }
 
 
 def kv_config_json(leg: Leg) -> str:

@@ -1,11 +1,14 @@
 """Legs -> files, through the templates. Pure: the same deployment gives the same bytes."""
 
+import json
 import shlex
 from dataclasses import dataclass
 
 import jinja2
 
 from pdctl.plan import NONCE, Deployment, Leg, kv_config_json
+
+ROUTER_CONFIG = "router.json"
 
 
 @dataclass(frozen=True)
@@ -16,18 +19,23 @@ class File:
 
 
 def render(deployment: Deployment) -> list[File]:
-    """One script per leg, and ``cleanup.sh``."""
-    scripts = [File(f"{leg.name}.sh", render_leg(leg)) for leg in deployment.legs]
-    cleanup = _template("cleanup.sh.j2").render(deployment=deployment, q=quote)
-    return [*scripts, File("cleanup.sh", cleanup)]
+    """The files of every leg, and ``cleanup.sh``."""
+    files = [file for leg in deployment.legs for file in leg_files(leg)]
+    cleanup = template("cleanup.sh.j2").render(deployment=deployment, q=quote)
+    return [*files, File("cleanup.sh", cleanup)]
 
 
-def render_leg(leg: Leg) -> str:
-    """The start script of one leg."""
+def leg_files(leg: Leg) -> list[File]:
+    """What a leg needs to start: its script, and the router's config file."""
     name = "router.sh.j2" if leg.role == "router" else "engine.sh.j2"
-    return _template(name).render(
+    script = template(name).render(
         leg=leg, q=quote, words=_words, comment=_comment, kv_config=_kv_config(leg)
     )
+    files = [File(f"{leg.name}.sh", script)]
+    if leg.config:
+        text = json.dumps(leg.config, indent=2, ensure_ascii=False) + "\n"
+        files.append(File(ROUTER_CONFIG, text, executable=False))
+    return files
 
 
 def quote(text: str) -> str:
@@ -52,7 +60,8 @@ def _kv_config(leg: Leg) -> str:
     return '"$nonce"'.join(f"'{part}'" for part in kv_config_json(leg).split(NONCE))
 
 
-def _template(name: str) -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A template of ``templates/``."""
     return _ENVIRONMENT.get_template(name)
 
 

@@ -14,9 +14,17 @@ COMMANDS = {
     "up": "Start a deployment's legs on this machine and wait until they are healthy.",
     "status": "Show the legs of a deployment.",
     "logs": "Print a leg's log.",
+    "doctor": "Say what is wrong with a deployment, on what evidence, and what to do.",
+    "collect": "Gather the evidence of a deployment into one file.",
     "verify": "Prove that a turn's KV really comes back from decode.",
     "demo": "Hold one conversation with bidirectional transfer on and off, side by side.",
+    "bench": "Measure what bidirectional transfer is worth, off against on.",
+    "report": "Show what a benchmark run found, and whether its evidence carries it.",
+    "tune": "Recommend recompute_threshold and decode_ttl from measurements.",
     "down": "Stop a deployment.",
+    "observe": "Run Prometheus and Alertmanager for a deployment; draw a report.",
+    "dashboards": "Build, check and push Grafana dashboards.",
+    "trace": "Show a turn's trace as a waterfall.",
     "canary": "Make the small test model whose answers show one wrong KV block.",
 }
 

@@ -12,7 +12,7 @@ from pdctl.errors import PdctlError
 from pdctl.launch.processes import MARK, find
 from pdctl.launch.state import DeploymentState, LegRecord
 from pdctl.plan import Leg
-from pdctl.render import render_leg
+from pdctl.render import leg_files
 
 
 def new_record(leg: Leg, bidirectional: bool) -> LegRecord:
@@ -27,19 +27,25 @@ def start(state: DeploymentState, leg: Leg, record: LegRecord) -> None:
         PdctlError: the log or the record cannot be written.
     """
     try:
-        state.write(record, render_leg(leg))
-        with state.rotate_log(leg.name).open("wb") as log:
-            subprocess.Popen(
-                ["bash", str(state.script(leg.name))],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=state.folder,
-                env=os.environ | _secret(state) | {MARK: record.launch_id},
-                start_new_session=True,
-            )
+        state.write(record, leg_files(leg))
+        run_script(state, record, _secret(state))
     except OSError as error:
         raise PdctlError(f"{leg.name}: cannot be started: {error}") from None
+
+
+def run_script(state: DeploymentState, record: LegRecord, env: dict[str, str]) -> None:
+    """Start the script of a record in a session of its own, with ``env`` besides this process's
+    environment; its output goes to its log."""
+    with state.rotate_log(record.name).open("wb") as log:
+        subprocess.Popen(
+            ["bash", str(state.script(record.name))],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=state.folder,
+            env={**os.environ, **env, MARK: record.launch_id},
+            start_new_session=True,
+        )
 
 
 def _secret(state: DeploymentState) -> dict[str, str]:
@@ -67,14 +73,14 @@ def check_addresses(legs: list[Leg], own: list[str]) -> None:
                 "change cpus in the spec"
             )
         for address, port in leg.listens:
-            problem = _cannot_listen(address, port)
+            problem = cannot_listen(address, port)
             if problem == errno.EADDRNOTAVAIL:
                 problems.append(
                     f"{leg.name}: {address} is not an address of this machine; use "
                     "'pdctl render' and run the script on its own node"
                 )
                 break
-            owner, described = _owner(port) if problem == errno.EADDRINUSE else (None, "")
+            owner, described = port_owner(port) if problem == errno.EADDRINUSE else (None, "")
             if owner in ours:
                 continue
             if problem == errno.EADDRINUSE:
@@ -90,7 +96,7 @@ def check_addresses(legs: list[Leg], own: list[str]) -> None:
         raise PdctlError("\n".join(problems))
 
 
-def _cannot_listen(host: str, port: int) -> int:
+def cannot_listen(host: str, port: int) -> int:
     """0, or the errno of listening there."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -117,8 +123,8 @@ def _missing_cpus(cpus: str) -> str:
     return ", ".join(map(str, sorted(wanted - os.sched_getaffinity(0))))
 
 
-def _owner(port: int) -> tuple[int | None, str]:
-    """Pid of the process that listens, and `` (pid 12: command)``, when it can be seen."""
+def port_owner(port: int) -> tuple[int | None, str]:
+    """Pid of who listens on a port, and `` (pid 12: command)``, when it can be seen."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:

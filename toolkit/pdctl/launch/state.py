@@ -12,11 +12,12 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdctl.errors import PdctlError
+from pdctl.render import ROUTER_CONFIG, File
 
 KEPT_LOGS = 3
 """Logs of earlier starts that are kept per leg, ``LEG.log.1`` the newest."""
@@ -44,12 +45,14 @@ class DeploymentState:
     def script(self, leg: str) -> Path:
         return self.folder / f"{leg}.sh"
 
-    def script_text(self, leg: str) -> str | None:
-        """The script a leg was started with; None when it is gone."""
+    def holds(self, files: Iterable[File]) -> bool:
+        """Whether these are the files a leg was started with."""
         try:
-            return self.script(leg).read_text(encoding="utf-8")
+            return all(
+                (self.folder / file.name).read_text(encoding="utf-8") == file.text for file in files
+            )
         except (OSError, UnicodeDecodeError):
-            return None
+            return False
 
     def log(self, leg: str) -> Path:
         return self.folder / f"{leg}.log"
@@ -59,7 +62,7 @@ class DeploymentState:
         records = []
         for name in _names(self.folder):
             path = self.folder / name
-            if path.suffix != ".json":
+            if path.suffix != ".json" or name == ROUTER_CONFIG:
                 continue
             try:
                 records.append(_record(path.read_text(encoding="utf-8")))
@@ -75,10 +78,11 @@ class DeploymentState:
         records.sort(key=lambda record: (record.role == "router", record.started_at))
         return {record.name: record for record in records}
 
-    def write(self, record: LegRecord, script: str) -> None:
-        """Remember a leg that is about to be started."""
+    def write(self, record: LegRecord, files: Iterable[File]) -> None:
+        """Remember a leg that is about to be started, and write what it starts with."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.script(record.name), script, 0o700)
+        for file in files:
+            _replace(self.folder / file.name, file.text, 0o700 if file.executable else 0o600)
         _replace(self.folder / f"{record.name}.json", json.dumps(dataclasses.asdict(record)), 0o600)
 
     def forget(self, leg: str) -> None:

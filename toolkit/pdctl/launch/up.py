@@ -20,7 +20,7 @@ from pdctl.launch.probe import (
 )
 from pdctl.launch.state import DeploymentState, LegRecord
 from pdctl.plan import Deployment, Leg
-from pdctl.render import render_leg
+from pdctl.render import leg_files
 
 _POLL_SECONDS = 0.25
 
@@ -117,7 +117,7 @@ def _changes(
             say(f"{name}: no longer in the spec, stopping it")
         elif status.phase is Phase.DEAD:
             say(f"{name}: does not run any more ({status.detail})")
-        elif state.script_text(name) != render_leg(legs[name]):
+        elif not state.holds(leg_files(legs[name])):
             say(f"{name}: changed in the spec, restarting it")
         elif status.detail.startswith(ANSWERS) and record.role != "router":
             # An engine that calls itself unhealthy stays so; the router waits for its legs.

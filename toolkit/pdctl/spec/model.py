@@ -241,6 +241,18 @@ class Role(LegSettings):
     legs: list[Leg] = Field(min_length=1, max_length=512)
 
 
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class Rates(Section):
+    """Milliseconds per token, for the choice of routes; null is learned from the turns."""
+
+    prefill: Rate | None = Field(None, description="Computed by a prefill leg.")
+    append: Rate | None = Field(None, description="Computed by a decode leg.")
+    readback: Rate | None = Field(None, description="Read back, decode to prefill.")
+    handover: Rate | None = Field(None, description="Moved prefill to decode.")
+
+
 class Router(Section):
     host: Host = Field("127.0.0.1", description="Address to listen on.")
     port: Port = 8000
@@ -254,8 +266,80 @@ class Router(Section):
         default_factory=list,
         description="Further request headers that name a conversation.",
     )
+    tenant_header: str | None = Field(
+        None,
+        pattern=HEADER,
+        description="Request header that names the tenant; its Authorization when left out.",
+    )
+    reuse_proof: Literal["auto", "connector", "tokens", "messages", "off"] = Field(
+        "auto",
+        description="What shows that a prompt starts with the tokens decode holds. connector: "
+        "the engine compares; tokens: the router compares token ids; messages: equal messages "
+        "are trusted; off: no reuse; auto: connector with pdctl, tokens with stock.",
+    )
+    route: Literal["auto", "recompute", "readback", "append"] = Field(
+        "auto",
+        description="How a turn gets its KV: prefill computes all, prefill reads decode's "
+        "blocks, or decode alone; auto: the fastest within the bounds below.",
+    )
+    append_max_tokens: int = Field(
+        2048,
+        ge=0,
+        le=MOST,
+        strict=True,
+        description="Most tokens of a prompt that decode computes on the append route.",
+    )
+    max_decode_stall_ms: float = Field(
+        200.0,
+        ge=0,
+        le=MOST,
+        description="Longest time, in ms, that an append may take from running streams.",
+    )
+    rates: Rates = Field(default_factory=Rates)
+    max_handles: Count = Field(100_000, description="Most handles that are held at once.")
     python: str | None = Field(
         None, min_length=1, description="Python that has pd_router; the engine's when left out."
+    )
+
+
+class Stack(Section):
+    """What watches the deployment: Prometheus, Alertmanager, Grafana, Tempo, a collector."""
+
+    host: Host = Field(
+        "127.0.0.1", description="Where Prometheus and the others listen and are reached."
+    )
+    prometheus_port: Port = 9090
+    alertmanager_port: Port = 9093
+    grafana_port: Port = 3000
+    scrape_interval: Duration = Field(15.0, description="Time between two looks at every leg.")
+    alert_window: Duration = Field(
+        300.0,
+        description="Short window of the alert rules; the long one is twelve times as long.",
+    )
+    ttft_slo: Duration = Field(
+        2.5, description="Time allowed to the first token; a bucket of the router's histogram."
+    )
+    ttft_target: float = Field(
+        0.95,
+        gt=0,
+        lt=1,
+        strict=True,
+        description="Share of streamed turns that must keep ttft_slo.",
+    )
+    hit_traces: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        strict=True,
+        description="Share of traces of undisturbed, read-back turns that the collector keeps.",
+    )
+    playbooks_url: str | None = Field(
+        None,
+        pattern=URL,
+        description="Where the playbook pages are; Prometheus serves them when left out.",
+    )
+    alert_webhook: str | None = Field(
+        None, pattern=URL, description="URL that Alertmanager posts alerts to."
     )
 
 
@@ -263,11 +347,18 @@ class Observability(Section):
     otlp_endpoint: str | None = Field(
         None,
         pattern=URL,
-        description="OpenTelemetry collector for the engines' own spans.",
+        description="OpenTelemetry collector for the spans of router and engines.",
+    )
+    otlp_protocol: Literal["grpc", "http/protobuf"] = Field(
+        "grpc", description="How spans travel to it (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL)."
+    )
+    conversation_ids: bool = Field(
+        False, description="Spans tell conversation ids in clear, not their hashes alone."
     )
     nixl_log_level: Literal["TRACE", "DEBUG", "INFO", "WARN", "ERROR"] | None = Field(
         None, description="NIXL_LOG_LEVEL; DEBUG shows the rails LIBFABRIC opens."
     )
+    stack: Stack = Field(default_factory=Stack)
 
 
 class Benchmark(Section):
@@ -279,6 +370,23 @@ class Benchmark(Section):
     )
     new_chars_per_turn: Count = Field(600, description="Characters of new text in later turns.")
     answer_tokens: Count = 32
+
+
+class Workload(Section):
+    """What is expected of clients; ``pdctl doctor`` sizes decode's pinned blocks with it."""
+
+    conversations: Count | None = Field(
+        None, description="Conversations in progress at once; sizing is not checked without it."
+    )
+    context_tokens: Count | None = Field(
+        None, description="Tokens of a conversation; model.max_model_len when left out."
+    )
+    turn_gap: Duration = Field(
+        30.0, description="Longest usual time between an answer and the next turn."
+    )
+    conversation_time: Duration = Field(
+        600.0, description="How long a conversation goes on, from first to last turn."
+    )
 
 
 class Spec(Section):
@@ -297,3 +405,4 @@ class Spec(Section):
     router: Router = Field(default_factory=Router)
     observability: Observability = Field(default_factory=Observability)
     benchmark: Benchmark = Field(default_factory=Benchmark)
+    workload: Workload = Field(default_factory=Workload)

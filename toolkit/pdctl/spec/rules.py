@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from pd_connector.contract import READ_MARGIN_SECONDS
+from pd_connector.telemetry import SECONDS
 from pdctl.spec.faults import Broken, Where, shown
 from pdctl.spec.model import Spec
 from pdctl.spec.rules_legs import broken_between_legs
@@ -21,6 +22,7 @@ def broken_rules(spec: Spec) -> Iterator[Broken]:
     yield from _times(spec)
     yield from _tokens(spec)
     yield from _fabric(spec)
+    yield from _stack(spec)
     yield from broken_between_legs(spec)
     yield from broken_by_owned(spec)
 
@@ -60,6 +62,30 @@ def _engine(spec: Spec) -> Iterator[Broken]:
             "kv_transfer.cross_layer_blocks: vLLM's CPU attention cannot read such blocks; "
             "say auto or false",
             also=(("engine", "device"),),
+        )
+
+
+def _stack(spec: Spec) -> Iterator[Broken]:
+    stack = spec.observability.stack
+    where = ("observability", "stack")
+    if stack.ttft_slo not in SECONDS:
+        yield Broken(
+            (*where, "ttft_slo"),
+            f"observability.stack.ttft_slo: {format_duration(stack.ttft_slo)} is no bucket of the "
+            f"router's histogram; say one of {', '.join(map(format_duration, SECONDS))}",
+        )
+    if stack.alert_window < 4 * stack.scrape_interval:
+        yield Broken(
+            (*where, "alert_window"),
+            "observability.stack.alert_window: must be at least four times scrape_interval "
+            f"({format_duration(stack.scrape_interval)}), or a rate has too few samples",
+            also=((*where, "scrape_interval"),),
+        )
+    ports = (stack.prometheus_port, stack.alertmanager_port, stack.grafana_port)
+    if len(set(ports)) < len(ports):
+        yield Broken(
+            (*where, "prometheus_port"),
+            "observability.stack: prometheus_port, alertmanager_port and grafana_port must differ",
         )
 
 
@@ -110,6 +136,13 @@ def _transfer(spec: Spec) -> Iterator[Broken]:
         yield Broken(
             ("kv_transfer", "mode"),
             "kv_transfer.mode: the pdctl connector pulls; push needs connector: stock",
+            also=(("kv_transfer", "connector"),),
+        )
+    if kv.connector == "stock" and spec.router.reuse_proof == "connector":
+        yield Broken(
+            ("router", "reuse_proof"),
+            "router.reuse_proof: the stock connector compares no tokens; say tokens, or "
+            "kv_transfer.connector: pdctl",
             also=(("kv_transfer", "connector"),),
         )
     if kv.connector == "stock" and kv.load_failure_policy == "recompute":

@@ -1,0 +1,243 @@
+"""A real prefill/decode pair broken on purpose, one fault after the other: what pdctl doctor finds.
+
+usage: python benchmarks/doctor/live_faults.py [STAGE ...] [--keep FOLDER]
+
+Stages: sides, decode, prefill, failing, libfabric. Every row is one fault: what doctor found first,
+the rest, seconds. Exits 1 when a fault is not the first finding, a healthy deployment has an error
+or a warning, the live and the collected answer differ, or doctor takes 10 s.
+"""
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.doctor.faulty import (
+    PDCTL,
+    Diagnosed,
+    Faulty,
+    with_config,
+    with_env,
+    with_router,
+    with_transfer,
+)
+
+from pdctl.plan import Leg
+
+LIMIT_SECONDS = 10.0
+P, D, R = "prefill-0", "decode-0", "router-0"
+
+
+class Table:
+    """Rows as they come, and what was not as it should be."""
+
+    def __init__(self, keep: Path | None) -> None:
+        self.failed: list[str] = []
+        self._keep = keep
+
+    def row(self, name: str, place: Faulty, *expected: str) -> None:
+        """Run doctor; ``expected`` are the codes that may stand first, none for a healthy one."""
+        found = place.doctor()
+        bad = found.bad()
+        good = (
+            bad[:1] == list(expected)[:1] or (bad and bad[0] in expected) or not (bad or expected)
+        )
+        good = good and found.seconds < LIMIT_SECONDS
+        same = self._same(name, place, found)
+        if not (good and same):
+            self.failed.append(name)
+        print(
+            f"{'ok  ' if good and same else 'FAIL'} {name:<44} first {bad[0] if bad else '-':<7} "
+            f"then {','.join(bad[1:]) or '-':<24} {found.seconds:5.1f} s"
+            f"{'' if same else '  bundle differs'}",
+            flush=True,
+        )
+        if not good:
+            for each in found.findings:
+                print(f"       {each['severity']} {each['code']} {each['leg']}: {each['cause']}")
+                for piece in each["evidence"][:2]:
+                    print(f"         {piece['source']}: {piece['excerpt'][:200]}", flush=True)
+
+    def _same(self, name: str, place: Faulty, live: Diagnosed) -> bool:
+        """Whether a bundle collected now gives the live answer."""
+        folder = self._keep or place.folder
+        bundle = folder / f"{name.replace(' ', '-').replace('/', '-')}.tar.gz"
+        subprocess.run(
+            [str(PDCTL), "collect", str(place.spec_file), "-o", str(bundle)],
+            check=True,
+            capture_output=True,
+        )
+        done = subprocess.run(
+            [str(PDCTL), "doctor", "--bundle", str(bundle), "-o", "json"],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode not in (0, 1):
+            print(done.stderr)
+            return False
+        offline = Diagnosed(json.loads(done.stdout), done.returncode, 0.0)
+        return offline.bad() == live.bad()
+
+
+@contextmanager
+def deployment(changes: dict[str, object] | None = None) -> Iterator[Faulty]:
+    with tempfile.TemporaryDirectory(prefix="doctor-live-") as folder:
+        place = Faulty(Path(folder), changes)
+        try:
+            yield place
+        finally:
+            place.stop_all()
+
+
+def timed(what: str, act: Callable[[], None]) -> None:
+    begin = time.monotonic()
+    act()
+    print(f"     ({what}: {time.monotonic() - begin:.0f} s)", flush=True)
+
+
+def pair(place: Faulty, prefill: Leg, decode: Leg) -> None:
+    """Start both at once."""
+    threads = [Thread(target=place.start, args=(leg,)) for leg in (prefill, decode)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def sides(table: Table) -> None:
+    """Healthy, the four combinations of bidirectional, and what only needs other traffic."""
+    with deployment({"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
+        timed("start", lambda: pair(place, place.leg(P), place.leg(D)))
+        place.start(place.leg(R))
+        table.row("healthy, just started", place)
+        place.turns(3, None)
+        table.row("no conversation id", place, "PD5501")
+        place.start(place.leg(R))
+        place.turns(4)
+        table.row("healthy, after turns (on/on)", place)
+        place.start(with_router(place.leg(R), handle_ttl=900.0))
+        table.row("router TTL above decode's", place, "PD4003")
+        place.start(place.leg(R))
+        timed("decode off", lambda: place.start(place.leg(D, False)))
+        table.row("bidirectional on/off", place, "PD3007")
+        place.turns(3)
+        table.row("bidirectional on/off, after turns", place, "PD3007")
+        timed("prefill off", lambda: place.start(place.leg(P, False)))
+        place.spec["kv_transfer"]["bidirectional"] = False
+        place.write()
+        place.start(place.leg(R))
+        table.row("healthy, off on purpose (off/off)", place)
+        place.turns(3)
+        table.row("healthy, off on purpose, after turns", place)
+        place.spec["kv_transfer"]["bidirectional"] = True
+        place.write()
+        timed("decode on", lambda: place.start(place.leg(D)))
+        place.start(place.leg(R))
+        table.row("bidirectional off/on", place, "PD3007")
+
+
+def decode(table: Table) -> None:
+    """Faults of the decode leg beside a good prefill leg."""
+    with deployment({"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
+        timed(
+            "start",
+            lambda: pair(place, place.leg(P), with_transfer(place.leg(D), decoder_kv_blocks_ttl=2)),
+        )
+        place.start(place.leg(R))
+        table.row("decode TTL of 2 s", place, "PD4060")
+        timed("plugin missing", lambda: place.start(with_env(place.leg(D), VLLM_PLUGINS="none")))
+        table.row("plugin missing", place, "PD6003")
+        place.turns(3)
+        table.row("plugin missing, after turns", place, "PD6003")
+        stock = with_config(
+            with_env(place.leg(D), VLLM_PLUGINS="none"),
+            kv_connector_module_path=None,
+            kv_load_failure_policy="fail",
+        )
+        timed("stock", lambda: place.start(stock))
+        place.turns(3)
+        table.row("stock streaming", place, "PD6003")
+        timed(
+            "telemetry off",
+            lambda: place.start(with_env(place.leg(D), NIXL_TELEMETRY_ENABLE="n")),
+        )
+        table.row("NIXL telemetry off", place, *TELEMETRY)
+        fixed = with_config(place.leg(D), engine_id="decode-engine-001")
+        place.spec["kv_transfer"]["engine_id"] = "{role}-engine-001"
+        place.write()
+        timed("fixed id", lambda: place.start(fixed))
+        place.start(place.leg(R))
+        place.turns(2)
+        timed("restart under the same id", lambda: place.start(fixed))
+        table.row("D restarted under the same id", place, "PD8501")
+        place.turns(2)
+        table.row("D restarted under the same id, after turns", place, "PD8501")
+
+
+TELEMETRY = ("PD7502",)
+
+
+def prefill(table: Table) -> None:
+    """Faults of the prefill leg."""
+    with deployment({"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
+        high = with_transfer(place.leg(P), kv_recompute_threshold=100000)
+        timed("start", lambda: pair(place, high, place.leg(D)))
+        place.start(place.leg(R))
+        table.row("threshold above every prompt", place, "PD4508")
+        place.turns(3)
+        table.row("threshold above every prompt, after turns", place, "PD4508")
+
+
+def failing(table: Table) -> None:
+    """Starts that cannot succeed."""
+    with deployment() as place:
+        leg = with_env(place.leg(D), VLLM_NIXL_SIDE_CHANNEL_HOST="10.255.255.1")
+        timed("wrong host", lambda: place.start(leg, healthy=False))
+        table.row("wrong side-channel host", place, "PD2001")
+        host, port = place.leg(D).listens[1]
+        with socket.create_server((host, port)):
+            timed("port taken", lambda: place.start(place.leg(D), healthy=False))
+            table.row("side-channel port taken", place, "PD2002", "PD8503")
+
+
+def libfabric(table: Table) -> None:
+    """LIBFABRIC on a machine without EFA."""
+    changes = {"kv_transfer.backend": "LIBFABRIC"}
+    with deployment(changes) as place:
+        timed("too old", lambda: place.start(place.leg(D), healthy=False))
+        table.row("libfabric too old", place, "PD6503")
+
+
+STAGES = {
+    "sides": sides, "decode": decode, "prefill": prefill, "failing": failing,
+    "libfabric": libfabric,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stages", nargs="*", choices=[*STAGES, []])
+    parser.add_argument("--keep", type=Path, help="folder for the collected bundles")
+    args = parser.parse_args()
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
+    table = Table(args.keep)
+    for stage in args.stages or STAGES:
+        print(f"== {stage}", flush=True)
+        STAGES[stage](table)
+    print(f"{len(table.failed)} not as expected: {', '.join(table.failed) or '-'}")
+    return 1 if table.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""From decode's socket to the client's, with no task between: one call for each read.
+
+A client that reads slowly stops the reading from decode, so that what waits here stays
+within the transports' buffers.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from pd_router.engines import EngineAnswer, answer_failures
+from pd_router.relay import StreamRelay
+from pd_router.sse import EventTooLarge
+
+HIGH_WATER = 64 << 10
+"""Bytes waiting for a client above which decode is no longer read."""
+
+CLIENT_STALL_SECONDS = 120.0
+"""How long a client may take nothing of a stream that waits for it."""
+
+
+class ClientStalled(ConnectionResetError):
+    """The client took nothing for too long, and its connection was dropped."""
+
+
+class StreamPipe:
+    """One streamed answer on its way."""
+
+    def __init__(
+        self,
+        answer: EngineAnswer,
+        relay: StreamRelay,
+        writer: AbstractStreamWriter,
+        *,
+        chunked: bool,
+        stall_seconds: float,
+        on_first: Callable[[], None],
+    ) -> None:
+        """``writer`` has sent its headers; ``chunked`` says how its body is framed."""
+        transport = writer.transport
+        if transport is None:
+            raise ConnectionResetError("the client has gone")
+        self._transport = transport
+        self._answer = answer
+        self._engine = answer.connection
+        self._relay = relay
+        self._writer = writer
+        self._chunked = chunked
+        self._stall_seconds = stall_seconds
+        self._on_first: Callable[[], None] | None = on_first
+        self._draining: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+
+    async def run(self) -> None:
+        """Pass the stream on until decode has ended it.
+
+        Raises :class:`~pd_router.engines.LegFailure`, :class:`~pd_router.sse.EventTooLarge`
+        or, when the client has gone, :class:`ConnectionResetError`.
+        """
+        try:
+            with answer_failures(self._answer.leg):
+                self._engine.attach(self._take)
+                await self._engine.end
+        except Exception:
+            if self._failure is None:
+                raise
+        finally:
+            if self._draining is not None:
+                self._draining.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    async def finish(self, response: web.StreamResponse) -> None:
+        """End the client's body, once it has taken what waits for it."""
+        try:
+            await asyncio.wait_for(response.write_eof(), self._stall_seconds)
+        except asyncio.TimeoutError:
+            self._transport.abort()
+            raise ClientStalled("the client reads nothing") from None
+
+    def write(self, data: bytes) -> None:
+        """Send bytes of the body to the client."""
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._transport.write(data)
+
+    def _take(self, piece: bytes) -> None:
+        try:
+            events = self._relay.feed(piece)
+        except EventTooLarge as error:
+            self._give_up(error)
+            return
+        if not events:
+            return
+        if self._transport.is_closing():
+            self._give_up(ConnectionResetError("the client has gone"))
+            return
+        self.write(events)
+        if self._on_first is not None:
+            self._on_first()
+            self._on_first = None
+        if self._transport.get_write_buffer_size() > HIGH_WATER and self._draining is None:
+            self._engine.pause()
+            self._draining = asyncio.create_task(self._drain())
+
+    def _give_up(self, failure: Exception) -> None:
+        if self._failure is None:
+            self._failure = failure
+            asyncio.get_running_loop().call_soon(self._engine.fail, failure)
+
+    async def _drain(self) -> None:
+        try:
+            await asyncio.wait_for(self._writer.drain(), self._stall_seconds)
+        except asyncio.TimeoutError:
+            self._give_up(ClientStalled("the client reads nothing"))
+            self._transport.abort()
+            return
+        except OSError:
+            return  # The client has gone, and with it its turn.
+        self._draining = None
+        self._engine.resume()
+
+
+async def open_pipe(
+    request: web.Request,
+    response: web.StreamResponse,
+    answer: EngineAnswer,
+    relay: StreamRelay,
+    *,
+    stall_seconds: float,
+    on_first: Callable[[], None],
+) -> StreamPipe:
+    """Send ``response``'s headers and make the pipe of its body.
+
+    Raises :class:`ConnectionResetError` when the client has gone.
+    """
+    writer = await response.prepare(request)
+    assert writer is not None
+    writer.send_headers()
+    return StreamPipe(
+        answer,
+        relay,
+        writer,
+        chunked=response.headers.get("Transfer-Encoding") == "chunked",
+        stall_seconds=stall_seconds,
+        on_first=on_first,
+    )

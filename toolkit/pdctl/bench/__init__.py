@@ -1,0 +1,1 @@
+"""Load, rows, evidence, report and tuning: what ``pdctl bench``, ``report`` and ``tune`` are."""

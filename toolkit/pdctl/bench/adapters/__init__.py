@@ -1,0 +1,1 @@
+"""Other people's clients, run as they are, and what they report."""

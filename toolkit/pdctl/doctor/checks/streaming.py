@@ -1,0 +1,180 @@
+"""Whether the handle of a turn comes with its stream."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pd_connector.contract import (
+    KV_TRANSFER_PARAMS,
+    LOG_CONNECTOR_ACTIVE,
+    LOG_STREAM_ACTIVE,
+    LOG_STREAM_INACTIVE,
+    PLUGIN_NAME,
+)
+from pdctl.doctor.checks.captures import streams
+from pdctl.doctor.checks.reading import LOG_SETTINGS, is_true, seen, settings
+from pdctl.doctor.evidence.facts import Evidence
+from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
+
+PLUGIN_ACTIVE = Pattern("stream-plugin-active", (LOG_STREAM_ACTIVE,))
+PLUGIN_INACTIVE = Pattern(
+    "stream-plugin-inactive",
+    (LOG_STREAM_INACTIVE,),
+    re.escape(LOG_STREAM_INACTIVE) + r":? ?(?P<reason>.*)",
+)
+PLUGIN_ENGINE = Pattern("pdctl-connector-active", (LOG_CONNECTOR_ACTIVE,))
+
+NO_PARAMS_IN_STREAM = Pattern(
+    "stream-without-params",
+    ("kv_transfer_params",),
+    r"(?i)(?:stream|SSE|chunk).*(?:no|without|missing|lacks?)\b.*kv_transfer_params"
+    r"|(?:no|without|missing)\b[\w ]*kv_transfer_params.*(?:stream|SSE|chunk)",
+)
+_FINISHED = re.compile(r'"finish_reason"\s*:\s*"(?:stop|length|tool_calls)"')
+_LUMP = re.compile(
+    r"\b(?:bytes|size|len(?:gth)?|read of|chunk)s?\W{0,3}(\d{4,6})\b|\b(\d{4,6}) bytes"
+)
+
+
+def _one_way(evidence: Evidence) -> bool:
+    """Whether decode is known to hand out no handles at all."""
+    stated = settings(evidence, "bidirectional", "decode")
+    return bool(stated) and all(is_true(each.value) is False for each in stated)
+
+
+def _no_handle(evidence: Evidence) -> Iterator[Answer]:
+    if _one_way(evidence):
+        return
+    known = settings(evidence, "bidirectional", "decode")
+    told = seen(evidence, NO_PARAMS_IN_STREAM)
+    if told:
+        yield Finding(
+            next((leg.name for leg in evidence.role("decode")), told.leg),
+            "likely",
+            told.excerpts,
+            "Decode's streams carry no kv_transfer_params: stock vLLM puts the field into answers "
+            "that are not streamed only, so with stream=true every turn is a miss.",
+            "Install pdctl beside vLLM on decode (its plugin adds the field to the last chunk), or "
+            "patch vLLM, or let the router ask decode without streaming.",
+        )
+        return
+    for leg, capture in streams(evidence, "decode", DEPLOYMENT):
+        done = _FINISHED.search(capture.text)
+        if not done or KV_TRANSFER_PARAMS in capture.text:
+            continue
+        plain = [c for c in leg.http if c is not capture and KV_TRANSFER_PARAMS in c.text]
+        yield Finding(
+            leg.name,
+            "certain" if plain else "likely" if known else "possible",
+            (
+                Excerpt(capture.source, capture.text.strip()[-400:]),
+                *(Excerpt(c.source, c.text.strip()[:300]) for c in plain[:1]),
+            ),
+            "Decode's stream ends without kv_transfer_params: stock vLLM (0.29 too) puts the field "
+            "into answers that are not streamed only, so with stream=true the router never gets a "
+            "handle and every turn is a miss.",
+            "Install pdctl beside vLLM on decode (its plugin adds the field to the last chunk; the "
+            "log says 'streamed answers carry kv_transfer_params'), or patch vLLM, or let the "
+            "router ask decode without streaming. Never make up block ids.",
+        )
+        return
+
+
+def _plugin(evidence: Evidence) -> Iterator[Answer]:
+    inactive = seen(evidence, PLUGIN_INACTIVE)
+    for leg in evidence.role("decode"):
+        told = leg.hits.get(PLUGIN_INACTIVE.name)
+        allowed = leg.variable("VLLM_PLUGINS")
+        filtered = allowed is not None and PLUGIN_NAME not in allowed
+        silent = (
+            leg.hits.get(PLUGIN_ENGINE.name) is not None
+            and leg.hits.get(PLUGIN_ACTIVE.name) is None
+        )
+        if not told and not (filtered and not leg.hits.get(PLUGIN_ACTIVE.name)):
+            continue
+        reason = told.value("reason") if told else None
+        why = reason or f"VLLM_PLUGINS={allowed} leaves {PLUGIN_NAME} out"
+        yield Finding(
+            leg.name,
+            "certain" if told or silent else "likely",
+            (
+                *(inactive.excerpts[:2] if told else ()),
+                *((Excerpt(f"{leg.name}/env.txt", f"VLLM_PLUGINS={allowed}"),) if filtered else ()),
+            ),
+            f"The plugin that puts the handle into streams is not at work on decode: {why}. "
+            "Streamed turns yield no handle, so every turn is a miss.",
+            f"Add {PLUGIN_NAME} to VLLM_PLUGINS (or unset it), and run the vLLM version that this "
+            "pdctl supports; restart decode and look for 'streamed answers carry "
+            "kv_transfer_params' in its log.",
+        )
+
+
+def _buffered(evidence: Evidence) -> Iterator[Answer]:
+    for leg in evidence.legs:
+        for capture in leg.http:
+            sizes = [int(a or b) for a, b in _LUMP.findall(capture.text)]
+            sizes += [
+                int(each)
+                for each in re.findall(r"(?<=then )[\d, ]+", capture.text)
+                for each in re.findall(r"\d{4,6}", each)
+            ]
+            lumps = [each for each in sizes if each % 4096 == 0]
+            if len(lumps) < 2:
+                continue
+            zipped = [
+                Excerpt(c.source, c.text.strip()[:300])
+                for c in leg.http
+                if re.search(r"(?im)^content-encoding:\s*\w|x-accel-buffering:\s*yes", c.text)
+            ]
+            yield Finding(
+                leg.name,
+                "likely",
+                (capture.excerpt, *zipped[:1]),
+                f"A proxy collects the stream and passes it on in pieces of {lumps[0]} bytes: its "
+                "flush does not flush its own buffer"
+                + (", or it compresses the stream" if zipped else "")
+                + ". One that then parses the whole body as one JSON finds no handle in it either.",
+                "Switch buffering off for text/event-stream: proxy_buffering off, "
+                "X-Accel-Buffering: no, no gzip; in a sidecar pass events through one by one. "
+                "Check with curl -N: chunks must come one token at a time.",
+            )
+            return
+
+
+CHECKS = (
+    Check(
+        "PD6001",
+        "Streams carry no handle",
+        Category.STREAMING_METADATA,
+        "error",
+        "stream-without-handle",
+        _no_handle,
+        needs=("http|log",),
+        patterns=(NO_PARAMS_IN_STREAM, *LOG_SETTINGS),
+        premises=("PD6003", "PD6060"),
+        explains=("PD4511",),
+    ),
+    Check(
+        "PD6002",
+        "A proxy buffers the stream",
+        Category.STREAMING_METADATA,
+        "error",
+        "stream-buffered",
+        _buffered,
+        needs=("http",),
+        explains=("PD4511",),
+    ),
+    Check(
+        "PD6003",
+        "The streaming plugin is not at work",
+        Category.STREAMING_METADATA,
+        "error",
+        "stream-plugin-inactive",
+        _plugin,
+        needs=("log|env",),
+        patterns=(PLUGIN_ACTIVE, PLUGIN_INACTIVE, PLUGIN_ENGINE, *LOG_SETTINGS),
+        premises=("PD6060",),
+        explains=("PD5501", "PD5560", "PD4511", "PD4562"),
+    ),
+)

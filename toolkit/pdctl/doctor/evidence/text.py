@@ -1,0 +1,13 @@
+"""Text from strangers: nothing in it reaches a terminal that the terminal would act on."""
+
+import re
+
+_COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Without colours, cursor movements and other control characters; tabs and newlines stay."""
+    if text.isascii() and text.isprintable():
+        return text
+    return _CONTROL.sub("", _COLOURS.sub("", text))
