@@ -179,7 +179,7 @@ CHECKS = (
             TRANSFER_FAILURE,
             *LOG_SETTINGS,
         ),
-        explains=("PD2006", "PD2007", "PD2009", "PD4511", "PD6507", "PD1015"),
+        explains=("PD1013", "PD1015", "PD2006", "PD2007", "PD2009", "PD4511", "PD6507"),
     ),
     Check(
         "PD8502",

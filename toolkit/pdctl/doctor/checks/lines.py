@@ -105,5 +105,7 @@ KV_TRANSFER_METRICS = Pattern(
     "kv-transfer-metrics",
     ("KV Transfer metrics:",),
     r"Num successful transfers=(?P<transfers>\d+).*?Avg xfer time \(ms\)=(?P<ms>[\d.]+)"
-    r".*?Avg MB per transfer=(?P<mb>[\d.]+).*?Throughput \(MB/s\)=(?P<rate>[\d.]+)",
+    r"(?:.*?Avg post time \(ms\)=(?P<post>[\d.]+))?"
+    r".*?Avg MB per transfer=(?P<mb>[\d.]+).*?Throughput \(MB/s\)=(?P<rate>[\d.]+)"
+    r"(?:.*?Avg number of descriptors=(?P<descriptors>[\d.]+))?",
 )

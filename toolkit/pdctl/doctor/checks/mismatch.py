@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.lines import BACKEND_CREATED, COMPATIBILITY, TRANSFER_FAILURE
+from pdctl.doctor.checks.lines import (
+    BACKEND_CREATED,
+    BACKEND_ERROR,
+    COMPATIBILITY,
+    TRANSFER_FAILURE,
+)
 from pdctl.doctor.checks.reading import (
     LOG_SETTINGS,
     Setting,
@@ -16,6 +21,7 @@ from pdctl.doctor.checks.reading import (
     seen,
     setting,
     settings,
+    wants_gpu,
     whole_command_line,
 )
 from pdctl.doctor.evidence.facts import Evidence
@@ -374,6 +380,29 @@ def _unsupported(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+def _expandable(evidence: Evidence) -> Iterator[Answer]:
+    for leg in evidence.engines:
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            value = leg.variable(name) or ""
+            if re.search(r"expandable_segments:\s*True", value, re.IGNORECASE) and wants_gpu(
+                evidence
+            ):
+                failed = leg.hits.get(BACKEND_ERROR.name)
+                yield Finding(
+                    leg.name,
+                    "likely" if failed else "possible",
+                    (
+                        Excerpt(f"{leg.name}/env.txt", f"{name}={value}"),
+                        *(failed.excerpts[:1] if failed else ()),
+                    ),
+                    "PyTorch's expandable segments are on: the KV cache then lies in memory that "
+                    "NIXL's backends cannot register or share with the NIC as a whole.",
+                    f"Take expandable_segments:True out of {name} on every engine and restart.",
+                    severity="error" if failed else "warning",
+                )
+                return
+
+
 def _speculative(evidence: Evidence) -> Iterator[Answer]:
     of_role: dict[str, Setting] = {}
     for each in settings(evidence, "speculative"):
@@ -536,6 +565,17 @@ CHECKS = (
         needs=("log",),
         patterns=(UNSUPPORTED,),
         explains=("PD8505",),
+    ),
+    Check(
+        "PD3014",
+        "KV in expandable segments",
+        Category.CONFIG_MISMATCH,
+        "warning",
+        "expandable-segments",
+        _expandable,
+        needs=("env|config",),
+        patterns=(BACKEND_ERROR, *LOG_SETTINGS),
+        explains=("PD1009", "PD1015", "PD2009"),
     ),
     Check(
         "PD3012",

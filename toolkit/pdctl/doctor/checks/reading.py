@@ -89,6 +89,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "model": ("model", "model_id", "model_path", "model_tag"),
     "revision": ("revision", "model_revision"),
     "chat_template": ("chat_template",),
+    "image": ("image",),
     "tokenizer": ("tokenizer", "tokenizer_path"),
     "prefix_caching": ("enable_prefix_caching", "prefix_caching"),
     "connector": ("kv_connector",),

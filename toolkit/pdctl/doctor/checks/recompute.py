@@ -307,6 +307,42 @@ def _slow_on_one_node(evidence: Evidence) -> Iterator[Answer]:
             return
 
 
+MANY_DESCRIPTORS = 8000
+"""Per transfer; posting them takes longer than moving the bytes does."""
+
+
+def _descriptors(evidence: Evidence) -> Iterator[Answer]:
+    for leg in evidence.engines:
+        found = _descriptor_count(leg)
+        if not found or found[0] < MANY_DESCRIPTORS:
+            continue
+        size = setting(evidence, "block_size", leg.role)
+        yield Finding(
+            leg.name,
+            "likely",
+            (found[1], *((size.excerpt,) if size else ())),
+            f"A transfer is made of {found[0]:g} descriptors: small KV blocks, each layer and head "
+            "group on its own. Posting them takes the time, not the link.",
+            "Use larger blocks (pdctl spec: kv_transfer.block_size: 128) and, where the vLLM "
+            "version has it, blocks across layers (kv_transfer.cross_layer_blocks). Watch "
+            "vllm:nixl_num_descriptors.",
+        )
+        return
+
+
+def _descriptor_count(leg: LegEvidence) -> tuple[float, Excerpt] | None:
+    hits = leg.hits.get(KV_TRANSFER_METRICS.name)
+    for hit in reversed(hits.last) if hits else ():
+        if int(hit.groups["transfers"]) and "descriptors" in hit.groups:
+            return float(hit.groups["descriptors"]), hit.excerpt
+    if leg.metrics:
+        total = leg.metrics.value("vllm:nixl_num_descriptors_sum")
+        count = leg.metrics.value("vllm:nixl_num_descriptors_count")
+        if total and count:
+            return total / count, leg.metrics.excerpt("vllm:nixl_num_descriptors_sum")
+    return None
+
+
 def _rate(leg: LegEvidence) -> tuple[float, Excerpt] | None:
     """GB/s of transfers that are large enough to tell."""
     hits = leg.hits.get(KV_TRANSFER_METRICS.name)
@@ -560,6 +596,18 @@ CHECKS = (
         _slow_on_one_node,
         needs=("log|metrics",),
         patterns=(KV_TRANSFER_METRICS, *LOG_SETTINGS),
+        explains=("PD7504",),
+    ),
+    Check(
+        "PD4514",
+        "Transfers of too many descriptors",
+        Category.SILENT_RECOMPUTE,
+        "warning",
+        "too-many-descriptors",
+        _descriptors,
+        needs=("log|metrics",),
+        patterns=(KV_TRANSFER_METRICS, *LOG_SETTINGS),
+        premises=("PD4507",),
         explains=("PD7504",),
     ),
     Check(

@@ -16,6 +16,7 @@ from pdctl.doctor.checks.lines import (
 from pdctl.doctor.checks.mismatch import UNKNOWN_VARIABLE
 from pdctl.doctor.checks.reading import (
     LOG_SETTINGS,
+    differing,
     is_true,
     older,
     seen,
@@ -265,6 +266,16 @@ def _nixl_missing(evidence: Evidence) -> Iterator[Answer]:
                 "Keep the one that fits torch.version.cuda: pip uninstall nixl-cu12.",
                 severity="warning",
             )
+        half = [n for n in ("nixl-cu12", "nixl-cu13") if leg.versions and n in leg.versions]
+        if len(half) == 1 and not found and leg.versions and "nixl" not in leg.versions:
+            yield Finding(
+                leg.name,
+                "possible",
+                (Excerpt(f"{leg.name}/versions.txt", f"{half[0]} {leg.versions[half[0]]}"),),
+                f"{half[0]} is installed without the package nixl that vLLM imports.",
+                "pip install nixl of the same version.",
+                severity="info",
+            )
     if found:
         library = found.value("library")
         wheels = [
@@ -309,6 +320,19 @@ def _legs_differ(evidence: Evidence) -> Iterator[Answer]:
                     severity=None if names[0] == "vllm" or mismatch or undecodable else "warning",
                 )
                 return
+    images = differing(evidence, "image")
+    tags = {str(each.value).rpartition("/")[2] for each in images}
+    if len(tags) > 1 and len({tag.partition(":")[0] for tag in tags}) == 1:
+        yield Finding(
+            images[1].leg,
+            "likely",
+            (*(each.excerpt for each in images), *mismatch.excerpts[:1]),
+            f"Prefill and decode run different images ({', '.join(sorted(tags))}), as in the middle "
+            "of a rolling update: pairs of old and new refuse each other or misread metadata.",
+            "Update both roles in one step, or route old to old and new to new until the update is "
+            "over.",
+        )
+        return
     if undecodable:
         yield Finding(
             undecodable.leg,
@@ -444,8 +468,8 @@ CHECKS = (
         "error",
         "legs-differ-in-version",
         _legs_differ,
-        needs=("versions|log",),
-        patterns=(UNDECODABLE, COMPATIBILITY),
+        needs=("versions|log|config",),
+        patterns=(UNDECODABLE, COMPATIBILITY, *LOG_SETTINGS),
         explains=("PD2009", "PD3008", "PD2005", "PD6563"),
     ),
     Check(
