@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pdctl.doctor.checks.captures import LOCAL_ADDRESS, remote_hosts
 from pdctl.doctor.checks.lines import (
     ADDRESS_IN_USE,
-    CONTEXT_HOST,
     ENGINE_ID_MISMATCH,
     TRANSFER_FAILURE,
 )
@@ -24,11 +23,6 @@ from pdctl.doctor.checks.settings import (
 from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
-OWN_ID = Pattern(
-    "context-own-engine-id",
-    ("'engine_id'",),
-    r"['\"]engine_id['\"]: ['\"](?P<own>[^'\"]+)['\"]",
-)
 BAD_ADDRESS = Pattern(
     "side-channel-address-malformed",
     ("Invalid argument (addr=", "make_zmq_path", "Protocol not supported (addr="),
@@ -43,18 +37,17 @@ NOT_MY_ADDRESS = Pattern(
 
 def _local_host(evidence: Evidence) -> Iterator[Answer]:
     mismatch, failed = seen(evidence, ENGINE_ID_MISMATCH), seen(evidence, TRANSFER_FAILURE)
-    context = seen(evidence, CONTEXT_HOST)
     local: list[tuple[str, Excerpt]] = []
     for leg, capture, host in remote_hosts(evidence):
         if LOCAL_ADDRESS.match(host):
             local.append((leg.name, Excerpt(capture.source, f"remote_host: {host}")))
-    for host in context.counts("host"):
+    for host in failed.counts("host"):
         if LOCAL_ADDRESS.match(host):
-            local.append((DEPLOYMENT, context.excerpts[0]))
+            local.append((DEPLOYMENT, failed.excerpts[0]))
     stated = settings(evidence, "side_host", "prefill", "decode")
     wrong = [each for each in stated if LOCAL_ADDRESS.match(str(each.value))]
     local += [(each.leg, each.excerpt) for each in wrong]
-    own = seen(evidence, OWN_ID).counts("own")
+    own = failed.counts("own")
     itself = [r for r in mismatch.counts("received") if r in own]
     if not local and not itself:
         return
@@ -198,7 +191,7 @@ CHECKS = (
         "side-channel-host",
         _local_host,
         needs=("log|env|config|http",),
-        patterns=(ENGINE_ID_MISMATCH, TRANSFER_FAILURE, CONTEXT_HOST, OWN_ID, *LOG_SETTINGS),
+        patterns=(ENGINE_ID_MISMATCH, TRANSFER_FAILURE, *LOG_SETTINGS),
         explains=("PD2003", "PD2005", "PD2007", "PD2009", "PD2061", "PD4501", "PD4511", "PD6507"),
     ),
     Check(

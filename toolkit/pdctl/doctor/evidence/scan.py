@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import ahocorasick_rs
+from ahocorasick_rs import Implementation
 
 from pdctl.doctor.evidence.facts import KEPT_HITS, KEPT_VALUES, Hit, Hits
 from pdctl.doctor.evidence.text import printable
@@ -40,7 +41,11 @@ class Scanner:
             for text in pattern.any_of:
                 texts.setdefault(text.encode(), []).append(number)
         self._of_text = list(texts.values())
-        self._search = ahocorasick_rs.BytesAhoCorasick(list(texts)) if texts else None
+        self._search = (
+            ahocorasick_rs.BytesAhoCorasick(list(texts), implementation=Implementation.DFA)
+            if texts
+            else None
+        )
 
     def scan(self, stream: Stream, leg: str, source: str, hits: dict[str, Hits]) -> str | None:
         """Read a log to its end and add what it holds to ``hits`` (by pattern name).
@@ -124,13 +129,19 @@ class _Reading:
                 self._keep(scanner._patterns[number].name, line, text, match)
 
     def _keep(self, name: str, line: int, text: str, match: re.Match[str]) -> None:
-        hits = self._hits.setdefault(name, Hits())
+        hits = self._hits.get(name)
+        if hits is None:
+            hits = self._hits[name] = Hits()
         hits.count += 1
         groups = {key: value for key, value in match.groupdict().items() if value is not None}
         for key, value in groups.items():
-            counter = hits.values.setdefault(key, Counter())
-            if value in counter or len(counter) < KEPT_VALUES:
+            counter = hits.values.get(key)
+            if counter is None:
+                counter = hits.values[key] = Counter()
+            if value in counter:
                 counter[value] += 1
+            elif len(counter) < KEPT_VALUES:
+                counter[value] = 1
         hit = Hit(self._leg, self._source, line, _around(text, match), groups)
         if len(hits.first) < KEPT_HITS:
             hits.first.append(hit)
