@@ -100,6 +100,7 @@ OUT_OF_MEMORY_KILL = Pattern(
 KV_TRANSFER_METRICS = Pattern(
     "kv-transfer-metrics",
     ("KV Transfer metrics:",),
-    r"Num successful transfers=(?P<transfers>\d+).*?Avg MB per transfer=(?P<mb>[\d.]+).*?Throughput \(MB/s\)=(?P<rate>[\d.]+)"
+    r"Num successful transfers=(?P<transfers>\d+).*?Avg MB per transfer=(?P<mb>[\d.]+)"
+    r".*?Throughput \(MB/s\)=(?P<rate>[\d.]+)"
     r"(?:.*?Avg number of descriptors=(?P<descriptors>[\d.]+))?",
 )
