@@ -216,17 +216,7 @@ CHECKS = (
         _absent,
         needs=("log|commands",),
         patterns=(NO_PROVIDER, NO_NETWORK_DEVICES, *LOG_SETTINGS),
-        explains=(
-            "PD1004",
-            "PD1009",
-            "PD1015",
-            "PD1060",
-            "PD1061",
-            "PD1064",
-            "PD2005",
-            "PD2009",
-            "PD6502",
-        ),
+        explains=("PD1004", "PD1009", "PD1015", "PD1061", "PD2005", "PD2009", "PD6502"),
     ),
     Check(
         "PD1002",
@@ -237,7 +227,7 @@ CHECKS = (
         _foreign,
         needs=("log|commands",),
         patterns=(CANNOT_OPEN_DEVICE,),
-        explains=("PD1001", "PD1004", "PD1005", "PD1009", "PD1015", "PD1060", "PD1061", "PD2009"),
+        explains=("PD1001", "PD1004", "PD1005", "PD1009", "PD1015", "PD1061", "PD2009"),
     ),
     Check(
         "PD1003",

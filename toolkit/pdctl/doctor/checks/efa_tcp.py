@@ -167,7 +167,7 @@ CHECKS = (
         _libfabric_tcp,
         needs=("log|commands|settings",),
         patterns=(TCP_RAIL, BACKEND_CREATED, NO_NETWORK_DEVICES, *LOG_SETTINGS),
-        explains=("PD1001", "PD1004", "PD1009", "PD1014", "PD1060", "PD1064", "PD2005", "PD2009"),
+        explains=("PD1001", "PD1004", "PD1009", "PD1014", "PD2005", "PD2009"),
     ),
     Check(
         "PD1014",

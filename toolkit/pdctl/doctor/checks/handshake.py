@@ -232,7 +232,7 @@ CHECKS = (
         needs=("log|commands",),
         patterns=(NO_ANSWER, TRANSFER_FAILURE, LISTENING),
         premises=("PD2010", "PD2011"),
-        explains=("PD2009", "PD2061"),
+        explains=("PD2009",),
     ),
     Check(
         "PD2007",

@@ -207,8 +207,7 @@ CHECKS = (
         _threshold_too_high,
         needs=("config|metrics|log",),
         patterns=LOG_SETTINGS,
-        premises=("PD4560",),
-        explains=("PD4511", "PD4562"),
+        explains=("PD4511",),
     ),
     Check(
         "PD4512",

@@ -192,7 +192,7 @@ CHECKS = (
         _local_host,
         needs=("log|env|config|http",),
         patterns=(ENGINE_ID_MISMATCH, TRANSFER_FAILURE, *LOG_SETTINGS),
-        explains=("PD2003", "PD2005", "PD2007", "PD2009", "PD2061", "PD4501", "PD4511", "PD6507"),
+        explains=("PD2003", "PD2005", "PD2007", "PD2009", "PD4501", "PD4511", "PD6507"),
     ),
     Check(
         "PD2002",
@@ -225,6 +225,6 @@ CHECKS = (
         _foreign_address,
         needs=("log|commands",),
         patterns=(NOT_MY_ADDRESS, *LOG_SETTINGS),
-        explains=("PD2005", "PD2009", "PD2060", "PD8505", "PD8560"),
+        explains=("PD2005", "PD2009", "PD8505", "PD8560"),
     ),
 )

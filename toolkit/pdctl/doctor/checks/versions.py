@@ -203,7 +203,7 @@ CHECKS = (
         _legs_differ,
         needs=("versions|log|config",),
         patterns=(UNDECODABLE, COMPATIBILITY, *LOG_SETTINGS),
-        explains=("PD2009", "PD3008", "PD2005", "PD6563"),
+        explains=("PD2009", "PD3008", "PD2005"),
     ),
     Check(
         "PD6511",
