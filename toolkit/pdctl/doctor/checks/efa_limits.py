@@ -6,7 +6,14 @@ import re
 from collections.abc import Iterator
 
 from pdctl.doctor.checks.efa_devices import empty_efa
-from pdctl.doctor.checks.reading import LOG_SETTINGS, any_seen, seen, tcp_is_meant, wants_gpu
+from pdctl.doctor.checks.reading import any_seen, seen
+from pdctl.doctor.checks.settings import (
+    LOG_SETTINGS,
+    config_values,
+    number,
+    tcp_is_meant,
+    wants_gpu,
+)
 from pdctl.doctor.evidence.facts import Command, Evidence, LegEvidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
 
@@ -179,7 +186,41 @@ def _no_peermem(leg: LegEvidence) -> Command | None:
     return None
 
 
+_HOST_POOL = re.compile(
+    r"(?i)(?:cpu|host)\w*(?:cache|offload|buffer|pool|kv)\w*?(?:_(?P<unit>gi?b|mi?b|bytes))?$"
+)
+_UNITS = {"g": 1.0, "m": 1 / 1024, "b": 1 / (1 << 30)}
+MOST_GIB = 90
+"""About what EFA registers in pages of 4 KiB."""
+
+
+def _pool_too_large(evidence: Evidence) -> Iterator[Answer]:
+    """The same from the configuration alone, before it is tried."""
+    for leg in evidence.legs:
+        pages = next(
+            (c.excerpt for c in leg.commands if re.search(r"HugePages_Total:\s+0\b", c.output)),
+            None,
+        )
+        for path, value in config_values(leg):
+            name = _HOST_POOL.search(path.rpartition(".")[2].replace("-", "_"))
+            size = number(value) if name else None
+            unit = (name["unit"] or "gib").lower()[0] if name else "g"
+            if pages and size and size * _UNITS[unit] > MOST_GIB:
+                yield Finding(
+                    leg.name,
+                    "likely",
+                    (Excerpt(f"{leg.name}/config.txt", f"{path}: {value}"), pages),
+                    f"A host buffer of {size * _UNITS[unit]:.0f} GiB in pages of 4 KiB is more "
+                    "than an EFA device registers at once, and no huge pages are set up.",
+                    "Set up huge pages (sysctl vm.nr_hugepages=N, 2 MiB each) or make the buffer "
+                    "smaller than 90 GiB.",
+                    severity="warning",
+                )
+
+
 def _too_many_pages(evidence: Evidence) -> Iterator[Answer]:
+    if not seen(evidence, REGISTRATION_NO_MEMORY):
+        yield from _pool_too_large(evidence)
     refused = seen(evidence, REGISTRATION_NO_MEMORY)
     for leg in evidence.legs:
         if leg.name not in refused.legs:

@@ -13,16 +13,17 @@ from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
 _WHO = r"(?:tenant|caller|principal|user|requester|client)"
+_IS = r"['\"]?\s*[=:]\s*['\"]?"
 _WHOSE = r"(?:owner|stored_by|owned_by|belongs_to|created_by)"
 CLAIM = Pattern(
     "claim-across-tenants",
     ("owner", "stored_by", "owned_by", "belongs_to", "created_by"),
-    rf"(?i)\b{_WHO}\s*[=:]\s*['\"]?(?P<who>[\w.@/-]+).*\b{_WHOSE}\s*[=:]\s*['\"]?(?P<whose>[\w.@/-]+)",
+    rf"(?i)\b{_WHO}{_IS}(?P<who>[\w.@/-]+).*\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+)",
 )
 CLAIM_REVERSED = Pattern(
     "claim-across-tenants-reversed",
     CLAIM.any_of,
-    rf"(?i)\b{_WHOSE}\s*[=:]\s*['\"]?(?P<whose>[\w.@/-]+).*\b{_WHO}\s*[=:]\s*['\"]?(?P<who>[\w.@/-]+)",
+    rf"(?i)\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+).*\b{_WHO}{_IS}(?P<who>[\w.@/-]+)",
 )
 STRIPPED = "pd_router_client_kv_params_stripped_total"
 FATAL = Pattern(
