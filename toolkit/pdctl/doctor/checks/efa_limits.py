@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 
 from pdctl.doctor.checks.efa_devices import empty_efa
-from pdctl.doctor.checks.reading import (
+from pdctl.doctor.checks.reading import any_seen, seen
+from pdctl.doctor.checks.settings import (
     LOG_SETTINGS,
-    any_seen,
     config_values,
     number,
-    seen,
     tcp_is_meant,
     wants_gpu,
 )

@@ -14,7 +14,8 @@ from pdctl.doctor.checks.lines import (
     REMOTE_DISCONNECT,
     TRANSFER_FAILURE,
 )
-from pdctl.doctor.checks.reading import LOG_SETTINGS, Seen, any_seen, seen, settings
+from pdctl.doctor.checks.reading import Seen, any_seen, seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, settings
 from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
 
@@ -179,7 +180,7 @@ CHECKS = (
             TRANSFER_FAILURE,
             *LOG_SETTINGS,
         ),
-        explains=("PD2006", "PD2007", "PD2009", "PD4511", "PD6507", "PD1015"),
+        explains=("PD1013", "PD1015", "PD2006", "PD2007", "PD2009", "PD4511", "PD6507"),
     ),
     Check(
         "PD8502",

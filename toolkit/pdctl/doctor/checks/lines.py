@@ -11,18 +11,14 @@ TRANSFER_FAILURE = Pattern(
         "transfer failed for",
     ),
     r"(?:(?P<when>\d\d:\d\d:\d\d)\b.*)?(?:NIXL transfer failure: (?P<type>\w+)"
-    r"|Handshake failed for request (?P<id>\S+)|nixl transfer failed|KVTransferError)",
+    r"|Handshake failed for request (?P<id>\S+)|nixl transfer failed|KVTransferError)"
+    r"(?:.*?'engine_id': '(?P<own>[^']+)')?(?:.*?'remote_host': '(?P<host>[^']+)')?",
 )
 ENGINE_ID_MISMATCH = Pattern(
     "engine-id-mismatch",
     ("engine ID mismatch", "engine id mismatch", "engine_id mismatch"),
     r"(?i)engine[ _]id mismatch\.?\s*Expected (?P<expected>[^\s,]+),\s*"
     r"received (?P<received>\S+?)\.?\s*$",
-)
-CONTEXT_HOST = Pattern(
-    "context-remote-host",
-    ("'remote_host'", '"remote_host"'),
-    r"""['"]remote_host['"]: ['"](?P<host>[^'"]+)['"]""",
 )
 COMPATIBILITY = Pattern(
     "compatibility-hash",
@@ -104,6 +100,7 @@ OUT_OF_MEMORY_KILL = Pattern(
 KV_TRANSFER_METRICS = Pattern(
     "kv-transfer-metrics",
     ("KV Transfer metrics:",),
-    r"Num successful transfers=(?P<transfers>\d+).*?Avg xfer time \(ms\)=(?P<ms>[\d.]+)"
-    r".*?Avg MB per transfer=(?P<mb>[\d.]+).*?Throughput \(MB/s\)=(?P<rate>[\d.]+)",
+    r"Num successful transfers=(?P<transfers>\d+).*?Avg MB per transfer=(?P<mb>[\d.]+)"
+    r".*?Throughput \(MB/s\)=(?P<rate>[\d.]+)"
+    r"(?:.*?Avg number of descriptors=(?P<descriptors>[\d.]+))?",
 )

@@ -13,7 +13,8 @@ from pd_connector.contract import (
     PLUGIN_NAME,
 )
 from pdctl.doctor.checks.captures import streams
-from pdctl.doctor.checks.reading import LOG_SETTINGS, is_true, seen, settings
+from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, settings
 from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
@@ -169,7 +170,6 @@ CHECKS = (
         _plugin,
         needs=("log|env",),
         patterns=(PLUGIN_ACTIVE, PLUGIN_INACTIVE, PLUGIN_ENGINE, *LOG_SETTINGS),
-        premises=(),
         explains=("PD5501", "PD4511"),
     ),
 )
