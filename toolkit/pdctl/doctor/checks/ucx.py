@@ -128,7 +128,7 @@ def _no_cuda(evidence: Evidence) -> Iterator[Answer]:
 def _wrong_path(evidence: Evidence) -> Iterator[Answer]:
     bad, lanes = seen(evidence, BAD_PATH), seen(evidence, UCX_LANES)
     bridge = next((m for t in lanes.counts("lanes") if (m := _CONTAINER_BRIDGE.search(t))), None)
-    if not bad:
+    if not bad and not bridge:
         return
     if bridge:
         cause = (
@@ -141,7 +141,7 @@ def _wrong_path(evidence: Evidence) -> Iterator[Answer]:
             "that is mostly the wrong GID index or interface, or a network that is not lossless."
         )
     yield Finding(
-        bad.leg,
+        bad.leg if bad else lanes.leg,
         "likely",
         (*bad.excerpts[:2], *(lanes.excerpts[:1] if bridge else ())),
         cause,
