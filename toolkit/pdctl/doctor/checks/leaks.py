@@ -19,12 +19,12 @@ WAITING_FOR_REMOTE = Pattern(
     "waiting-for-remote-kv",
     ("still in WAITING_FOR_REMOTE_KVS", "KVPoll.WaitingForInput"),
     r"(?P<request>\S+) is still in WAITING_FOR_REMOTE_KVS"
-    r"|(?P<gave_up>timed out after .* in KVPoll\.WaitingForInput)",
+    r"|(?P<gave_up>timed out after .{0,400} in KVPoll\.WaitingForInput)",
 )
 DEFERRED_LINE = Pattern(
     "deferred-requests",
     ("Deferred:",),
-    r"Running: (?P<running>\d+) reqs.*Deferred: (?P<deferred>[1-9]\d*) reqs",
+    r"Running: (?P<running>\d+) reqs.{0,400}Deferred: (?P<deferred>[1-9]\d*) reqs",
 )
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"

@@ -13,7 +13,7 @@ from pdctl.doctor.model import Answer, Category, Check, Finding, Pattern
 RCACHE_SET = Pattern(
     "rcache-limit",
     ("UCX_RCACHE_MAX_UNRELEASED",),
-    r"(?P<cannot>already imported|can't reset|cannot reset)?.*UCX_RCACHE_MAX_UNRELEASED",
+    r"(?P<cannot>already imported|can't reset|cannot reset)?.{0,400}UCX_RCACHE_MAX_UNRELEASED",
 )
 RCACHE_NOT_SET = Pattern(
     "rcache-limit-not-set",

@@ -27,7 +27,7 @@ DRIVER_NOT_LOADED = Pattern(
 UCX_LANES = Pattern(
     "ucx-lanes",
     ("cfg#", "ep_cfg["),
-    r"(?:cfg#\d+|ep_cfg\[\d+\]:?).*?\b(?:rma|rma_am|tag|am)\((?P<lanes>[^)]*)\)",
+    r"(?:cfg#\d+|ep_cfg\[\d+\]:?).{0,400}?\b(?:rma|rma_am|tag|am)\((?P<lanes>[^)]*)\)",
 )
 NO_CUDA = Pattern(
     "ucx-no-cuda",
@@ -48,8 +48,8 @@ BAD_PATH = Pattern(
         "dest_addr=",
         "Endpoint is not connected",
     ),
-    r"(?i)retry count(?:er)? exceeded|endpoint timeout|ibv_create_ah.*failed|"
-    r"failed to modify to RTR|connect\(.*dest_addr=.*failed|UCX.*Endpoint is not connected",
+    r"(?i)retry count(?:er)? exceeded|endpoint timeout|ibv_create_ah.{0,400}failed|"
+    r"failed to modify to RTR|connect\(.{0,400}dest_addr=.{0,400}failed|UCX.{0,400}Endpoint is not connected",
 )
 
 _CONTAINER_BRIDGE = re.compile(r"tcp/(docker\d|br-|virbr|cni\d|flannel|cali|veth|podman)")
