@@ -11,6 +11,7 @@ Run one by hand: ``python tests/fake_engine.py --role decode --port 8200``.
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -60,7 +61,7 @@ TEXT_CHOICE_KEYS = frozenset(
     }
 )
 
-BLOCK = 128
+BLOCK = 16
 ECHO_400 = "400-echo"
 """A validation error that repeats the whole request body, as vLLM's do."""
 
@@ -73,6 +74,7 @@ class Blocks:
     params: dict[str, Any]
     deadline: float
     reads: int = 0
+    released: bool = False
 
 
 @dataclass
@@ -91,13 +93,19 @@ class Script:
 class FakeEngine:
     """One engine on a thread of its own. Attributes are settings; tests change them."""
 
-    def __init__(self, role: str, *, ttl: float = 480, margin: float = 5) -> None:
+    def __init__(
+        self, role: str, *, ttl: float = 480, margin: float = 5, stock: bool = False
+    ) -> None:
         self.role = role
-        self.ttl = ttl
+        self._ttl = ttl
         self._margin = margin
+        self._stock = stock
         self.port = 0
         self.host = "127.0.0.1"
         self.engine_id = ""
+        self.ranks = 1
+        """Data-parallel ranks: requests go to them in turn, each with an engine id of its own."""
+        self._turns = itertools.count()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: web.AppRunner | None = None
@@ -106,7 +114,8 @@ class FakeEngine:
 
     def reset(self) -> None:
         """Default behaviour, empty records; blocks stay."""
-        self.stock = False
+        self.ttl = self._ttl
+        self.stock = self._stock
         self.report_usage_details = True
         self.bidirectional = True
         self.omit_handles = False
@@ -123,6 +132,14 @@ class FakeEngine:
         self.aborted = 0
         self.reads = 0
         self.healthy = True
+        self.leases = not self._stock
+        self.tokenizer = True
+        self.lease_posts = 0
+        self.looked_at = 0
+        self.reads_fail = False
+        self.released_turns: list[str] = []
+        self.tokenized: list[dict[str, Any]] = []
+        self.cached: list[str] = []
         self.margin = self._margin
         if not hasattr(self, "blocks"):
             self.blocks: dict[str, Blocks] = {}
@@ -132,6 +149,7 @@ class FakeEngine:
     def start(self, port: int = 0) -> "FakeEngine":
         """Listen (again); every start is a new engine that holds no blocks."""
         self.engine_id = f"fake-{self.role}-{uuid.uuid4().hex}"
+        self.started = time.time()
         self.blocks = {}
         ready = threading.Event()
         failure: list[BaseException] = []
@@ -143,6 +161,9 @@ class FakeEngine:
             app.router.add_post("/fake/read", self._serve_blocks)
             app.router.add_get("/v1/models", self._models)
             app.router.add_get("/health", self._health)
+            app.router.add_post("/tokenize", self._tokenize)
+            app.router.add_get("/metrics", self._metrics)
+            app.router.add_post("/pd/leases", self._leases)
             self._session = aiohttp.ClientSession()
             self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
             await self._runner.setup()
@@ -169,6 +190,12 @@ class FakeEngine:
             raise failure[0]
         return self
 
+    def restart(self) -> None:
+        """Be a new engine that holds no blocks, with nobody noticing a gap."""
+        self.engine_id = f"fake-{self.role}-{uuid.uuid4().hex}"
+        self.blocks = {}
+        self.started = time.time()
+
     def stop(self) -> None:
         """Go away as a killed process does: every connection is reset."""
         loop, runner, session = self._loop, self._runner, self._session
@@ -190,6 +217,11 @@ class FakeEngine:
         if self._thread:
             self._thread.join(10)
         self._loop = None
+
+    def _rank_ids(self) -> list[str]:
+        if self.ranks == 1:
+            return [self.engine_id]
+        return [f"{self.engine_id}_dp{rank}" for rank in range(self.ranks)]
 
     @property
     def url(self) -> str:
@@ -245,13 +277,16 @@ class FakeEngine:
         """Read the blocks that ``kv_transfer_params`` name: tokens read, reuse outcome."""
         params = body.get("kv_transfer_params")
         if self.role == "decode":
-            if params:
+            if params and params.get("remote_block_ids"):
                 if body.get("n", 1) != 1:
                     self.violations.append("several choices share one handle")
                 tokens = await self._read(params)
                 if tokens != prompt:
                     self.violations.append("decode got another prompt's blocks")
-            return 0, None
+                return len(tokens), None
+            if params and params.get("pd_previous"):
+                self._release(params["pd_previous"])
+            return self._prefix_cached(prompt), None
         if not params or params.get("do_remote_decode") is not True:
             self.violations.append("prefill was not asked to keep its blocks")
             return 0, None
@@ -265,13 +300,17 @@ class FakeEngine:
         if not self.bidirectional:
             return 0, "disabled"
         proof = params.get("pd_tokens")
-        if proof and not self.stock and digest(prompt[: proof["n"]]) != proof["digest"]:
-            return 0, "history_changed"
+        proven = params["remote_num_tokens"]
+        if proof and not self.stock:
+            proven = tokens_proven(proof, prompt)
+            if not proven:
+                self._tell_released(params)
+                return 0, "history_changed"
         if params["remote_blocks_expiry_time"] - time.perf_counter() < self.margin:
             if self.stock:
                 raise EngineFailure("Internal server error")
             return 0, "expired"
-        tokens = await self._read(params)
+        tokens = (await self._read(params))[:proven]
         if not prompt.startswith(tokens):
             self.violations.append("prefill read blocks of other tokens than its prompt's")
         return min(len(tokens), len(prompt) - 1), "hit"
@@ -280,7 +319,11 @@ class FakeEngine:
         if not params.keys() >= HANDLE_KEYS:
             self.violations.append(f"handle lacks {HANDLE_KEYS - params.keys()}")
         assert self._session is not None
-        url = f"http://{params['remote_host']}:{params['remote_port']}/fake/read"
+        if self.reads_fail and self.role == "prefill":
+            raise EngineFailure("KV load failure")
+        host = params["remote_host"]
+        address = f"[{host}]" if ":" in host else host
+        url = f"http://{address}:{params['remote_port']}/fake/read"
         try:
             async with self._session.post(url, json=params) as answer:
                 if answer.status != 200:
@@ -294,7 +337,7 @@ class FakeEngine:
         params = await request.json()
         blocks = self.blocks.get(params["remote_request_id"])
         wrong = None
-        if params["remote_engine_id"] != self.engine_id:
+        if params["remote_engine_id"] not in self._rank_ids():
             return web.Response(status=409)  # A real handshake refuses this too.
         if blocks is None:
             wrong = "unknown handle"
@@ -302,6 +345,8 @@ class FakeEngine:
             wrong = "handle used twice"
         elif blocks.params != params:
             wrong = "handle was altered"
+        elif blocks.released:
+            wrong = "handle was released"
         elif time.perf_counter() > blocks.deadline:
             wrong = "handle has expired"
         if wrong or blocks is None:
@@ -350,6 +395,7 @@ class FakeEngine:
     ) -> dict[str, Any] | None:
         """Pin this request's blocks and describe them."""
         prefill = self.role == "prefill"
+        self.cached.append(prompt + generated(script))
         if self.omit_handles or not body.get("kv_transfer_params"):
             return None
         if not prefill and not self.bidirectional:
@@ -361,7 +407,7 @@ class FakeEngine:
             "do_remote_prefill": prefill,
             "do_remote_decode": not prefill,
             "remote_block_ids": [list(range(1, 2 + len(tokens) // BLOCK))],
-            "remote_engine_id": self.engine_id,
+            "remote_engine_id": self._rank_ids()[next(self._turns) % self.ranks],
             "remote_request_id": f"chatcmpl-{uuid.uuid4().hex}",
             "remote_host": self.host,
             "remote_port": self.port,
@@ -373,7 +419,7 @@ class FakeEngine:
             "transfer_mode": "pull",
         }
         if not prefill and not self.stock:
-            params["pd_tokens"] = {"v": 1, "n": len(tokens), "digest": digest(tokens)}
+            params["pd_tokens"] = proof_of(tokens)
         self.blocks[params["remote_request_id"]] = Blocks(tokens, dict(params), deadline)
         self.handles.append(params)
         if prefill and not self.stock:
@@ -415,6 +461,39 @@ class FakeEngine:
                     await asyncio.sleep(0)
         return response
 
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not self.tokenizer:
+            return web.Response(status=404)
+        self.tokenized.append(body)
+        return web.json_response({"tokens": [ord(char) for char in render(body)]})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self.looked_at += 1
+        return web.Response(text=f"# fake\nprocess_start_time_seconds {self.started}\n")
+
+    async def _leases(self, request: web.Request) -> web.Response:
+        self.lease_posts += 1
+        if not self.leases:
+            return web.Response(status=404)
+        body = await request.json()
+        for turn in body["release"]:
+            self._release(turn)
+        return web.json_response({"released": body["release"]})
+
+    def _release(self, turn: str) -> None:
+        self.released_turns.append(turn)
+        if (blocks := self.blocks.get(turn)) is not None:
+            blocks.released = True
+
+    def _tell_released(self, params: dict[str, Any]) -> None:
+        """A prefill that will not read says so to decode; that takes another path than ours."""
+
+    def _prefix_cached(self, prompt: str) -> int:
+        """Tokens of the prompt that a prefix cache has, whole blocks."""
+        ends = range(BLOCK, len(prompt), BLOCK)
+        return max((e for e in ends if any(t[:e] == prompt[:e] for t in self.cached)), default=0)
+
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self.model, "object": "model", "owned_by": "vllm", "max_model_len": 8192}
         return web.json_response({"object": "list", "data": [model]})
@@ -425,6 +504,27 @@ class FakeEngine:
 
 class EngineFailure(Exception):
     """The request fails inside the engine: HTTP 500."""
+
+
+def proof_of(tokens: str) -> dict[str, Any]:
+    """Which tokens blocks hold: a digest of all, and one of every whole block and all before."""
+    ends = range(BLOCK, len(tokens) + 1, BLOCK)
+    return {
+        "v": 2,
+        "n": len(tokens),
+        "b": BLOCK,
+        "d": "".join(digest(tokens[:end])[:12] for end in ends),
+        "e": digest(tokens),
+    }
+
+
+def tokens_proven(proof: dict[str, Any], prompt: str) -> int:
+    if digest(prompt[: proof["n"]]) == proof["e"]:
+        return int(proof["n"])
+    proven = 0
+    while digest(prompt[: proven + BLOCK])[:12] == proof["d"][proven // BLOCK * 12 :][:12]:
+        proven += BLOCK
+    return proven
 
 
 def digest(tokens: str) -> str:
@@ -488,8 +588,12 @@ def whole_answer(
             choice["message"] = message
         else:
             choice["text"] = script.content
+        wants = body.get("return_token_ids")
+        choice["token_ids"] = [ord(char) for char in generated(script)] if wants else None
+        if not chat:
+            choice["prompt_token_ids"] = [*map(ord, render(body))] if wants else None
         choices.append(choice)
-    return {
+    answer: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
@@ -498,6 +602,9 @@ def whole_answer(
         "usage": usage,
         "kv_transfer_params": params,
     }
+    if chat and body.get("return_token_ids"):
+        answer["prompt_token_ids"] = [*map(ord, render(body))]
+    return answer
 
 
 def stream_events(
@@ -530,7 +637,8 @@ def stream_events(
             ]
     else:
         deltas += [{"text": piece} for piece in pieces(script.content)]
-    several = body.get("n") or 1
+    several, wants_ids = body.get("n") or 1, bool(body.get("return_token_ids"))
+    ids = [ord(char) for char in generated(script)] if wants_ids else []
     events = []
     for index in range(several):
         for number, delta in enumerate(deltas):
@@ -541,10 +649,14 @@ def stream_events(
             if last or not chat:
                 choice["stop_reason"] = script.stop_reason if last else None
             if number or not chat:
-                choice["token_ids"] = None
+                share = len(ids) if last else min(3, len(ids))
+                choice["token_ids"], ids = (ids[:share] if wants_ids else None), ids[share:]
+            prompt_ids = [*map(ord, render(body))] if wants_ids and not number else None
             if not chat:
-                choice["prompt_token_ids"] = None
+                choice["prompt_token_ids"] = prompt_ids
             chunk: dict[str, Any] = {**head, "choices": [choice]}
+            if chat and prompt_ids is not None:
+                chunk["prompt_token_ids"] = prompt_ids
             if last and params is not None and index == several - 1:
                 chunk["kv_transfer_params"] = params
             events.append(b"data: " + dumps(chunk) + b"\n\n")
@@ -570,8 +682,7 @@ def main() -> None:
     parser.add_argument("--ttl", type=float, default=480)
     parser.add_argument("--stock", action="store_true", help="no pd_connector")
     args = parser.parse_args()
-    engine = FakeEngine(args.role, ttl=args.ttl)
-    engine.stock = args.stock
+    engine = FakeEngine(args.role, ttl=args.ttl, stock=args.stock)
     engine.start(args.port)
     try:
         threading.Event().wait()

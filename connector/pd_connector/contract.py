@@ -110,7 +110,7 @@ HEADER_PREFILL_MS = "X-PD-Prefill-Ms"
 """Milliseconds from sending the prefill request to its answer, retries included."""
 
 HEADER_ROUTE = "X-PD-Route"
-"""The turn's :class:`Route`."""
+"""The turn's :class:`Route`. In a request: ``recompute`` or ``readback`` pins it for this turn."""
 HEADER_READ_MS = "X-PD-Read-Ms"
 """Milliseconds of the D->P read, when the engine tells them."""
 HEADER_READ_BYTES = "X-PD-Read-Bytes"
@@ -119,16 +119,6 @@ HEADER_READ_BYTES = "X-PD-Read-Bytes"
 # Paths of the router besides the OpenAI API.
 ADMIN_PATH = "/admin"
 """``/admin/conversations``, ``/admin/legs``: loopback or an admin token."""
-
-# Router metrics.
-ROUTER_TURNS = "pd_router_turns_total"
-ROUTER_HANDLES_STORED = "pd_router_handles_stored_total"
-ROUTER_HANDLES_SENT = "pd_router_handles_sent_total"
-ROUTER_HANDLES_HELD = "pd_router_handles_held"
-ROUTER_PREFILL_RETRIES = "pd_router_prefill_retries_total"
-ROUTER_STRIPPED_PARAMS = "pd_router_client_kv_params_stripped_total"
-ROUTER_PREFILL_SECONDS = "pd_router_prefill_seconds"
-ROUTER_TTFT_SECONDS = "pd_router_time_to_first_token_seconds"
 
 # vLLM's own metrics, as they appear on an engine's /metrics.
 ENGINE_PROMPT_TOKENS_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
@@ -141,11 +131,9 @@ ENGINE_NIXL_EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 ENGINE_NIXL_FAILED = "vllm:nixl_num_failed_transfers_total"
 ENGINE_KV_USAGE = "vllm:kv_cache_usage_perc"
 ENGINE_RUNNING = "vllm:num_requests_running"
-ENGINE_WAITING = "vllm:num_requests_waiting"
 ENGINE_WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
 ENGINE_PREEMPTIONS = "vllm:num_preemptions_total"
 ENGINE_QUEUE_SECONDS = "vllm:request_queue_time_seconds"
-ENGINE_PREFILL_SECONDS = "vllm:request_prefill_time_seconds"
 ENGINE_GENERATION_TOKENS = "vllm:generation_tokens_total"
 
 HIGH_WATER_KEY = "pd_pinned_high_water"
@@ -177,5 +165,8 @@ LOG_CONNECTOR_ACTIVE = "pd_connector: connector active"
 """Followed by ``: role=... bidirectional=... kv_recompute_threshold=... (tokens)
 decoder_kv_blocks_ttl=... (seconds) kv_load_failure_policy=... readback=on|off signed=on|off
 backends=... block_size=... pdctl=... vllm=... nixl=...``, once per engine core."""
+LOG_SETTINGS = "pd_connector: effective settings"
+"""Followed by ``: <JSON>``, what :data:`ENGINE_SETTINGS_PATH` answers; once per API server process
+of a disaggregated engine."""
 LOG_READBACK_UNSUPPORTED = "pd_connector: readback is off on this leg"
 """Followed by ``: <reason>``; every prompt is recomputed with outcome ``disabled``."""

@@ -40,7 +40,7 @@ def refused(decision: Decision, refusal: str) -> Decision:
     if not refusal or not decision.tokens:
         return decision
     by_reader = refusal in _GONE_BY_READER or refusal.startswith("unreachable")
-    return Decision(Outcome.FAILED if by_reader else Outcome.EXPIRED)
+    return Decision(Outcome.FAILED if by_reader else Outcome.EXPIRED, reason=refusal)
 
 
 class EngineLeases:
@@ -104,6 +104,7 @@ class EngineLeases:
         if not prompt.settled:
             self.reads.drop(request.request_id)
             return
+        self.reads.forget_claim(request.request_id)
         outcome: Outcome = prompt.outcome
         asked = prompt.offered
         computed = min(request.num_computed_tokens, request.num_prompt_tokens)

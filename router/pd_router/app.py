@@ -1,7 +1,6 @@
 """The HTTP surface: routes, error answers and the parts' lifetime."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -9,15 +8,13 @@ from typing import Any
 from aiohttp import web
 
 from pd_router import jsonbytes
-from pd_router.engines import Engines, LegFailure
+from pd_router.engines import LegFailure
 from pd_router.errors import EngineRefused, TurnError, error_response, refusal, unavailable
-from pd_router.handles import HandleStore
-from pd_router.health import Health
 from pd_router.history import Endpoint
-from pd_router.legs import Leg, Legs
-from pd_router.metrics import Metrics
+from pd_router.legs import Leg
+from pd_router.parts import Router, open_router
 from pd_router.settings import Settings
-from pd_router.turn import PATHS, Router, Turn
+from pd_router.turn import PATHS, Turn
 
 log = logging.getLogger("pd_router")
 
@@ -31,19 +28,13 @@ def build_app(settings: Settings) -> web.Application:
     """The router's application; its parts live from start-up to clean-up."""
 
     async def parts(app: web.Application) -> AsyncIterator[None]:
-        engines = Engines()
-        legs = Legs(settings.prefill, settings.decode)
-        handles = HandleStore(settings.handle_ttl, settings.max_handles)
-        health = Health(legs, engines, handles)
-        app[_ROUTER] = Router(settings, legs, engines, health, handles, Metrics(handles.held))
-        watch = asyncio.create_task(health.watch())
-        yield
-        watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
-        await engines.close()
+        async with open_router(settings) as router:
+            app[_ROUTER] = router
+            yield
 
-    app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[_errors_as_json])
+    app = web.Application(
+        client_max_size=settings.max_body_bytes, middlewares=[_count_requests, _errors_as_json]
+    )
     app.cleanup_ctx.append(parts)
     for endpoint, path in PATHS.items():
         app.router.add_post(path, _turn_handler(endpoint))
@@ -58,6 +49,19 @@ def _turn_handler(endpoint: Endpoint) -> Handler:
         return await Turn(request.app[_ROUTER], endpoint, request).run()
 
     return handle
+
+
+@web.middleware
+async def _count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    resource = request.match_info.route.resource
+    path = "other" if resource is None else resource.canonical
+    try:
+        response = await handler(request)
+    except asyncio.CancelledError:
+        request.app[_ROUTER].metrics.requests.labels(path, "499").inc()
+        raise
+    request.app[_ROUTER].metrics.requests.labels(path, str(response.status)).inc()
+    return response
 
 
 @web.middleware
@@ -84,10 +88,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(
-        body=request.app[_ROUTER].metrics.exposition(),
-        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-    )
+    accept = request.headers.get("Accept", "")
+    text, content_type = request.app[_ROUTER].metrics.exposition(accept)
+    return web.Response(body=text, headers={"Content-Type": content_type})
 
 
 async def _health(request: web.Request) -> web.Response:

@@ -20,6 +20,10 @@ FRESH_PREFILL = jsonbytes.dump(
     }
 )
 
+FRESH_APPEND = {contract.DO_REMOTE_DECODE: False, contract.DO_REMOTE_PREFILL: False}
+"""``kv_transfer_params`` that ask decode to keep the blocks of a request it does alone. Only the
+pdctl connector then also frees them at their deadline."""
+
 # Engine-to-engine fields that no client may set. vLLM merges vllm_xargs into the same place.
 _ENGINE_FIELDS = (contract.KV_TRANSFER_PARAMS, "ec_transfer_params")
 _XARGS = "vllm_xargs"
@@ -68,20 +72,53 @@ class TurnBody:
             name: value for name, value in self.fields.items() if name in _ANSWER_FIELDS
         }
 
-    def for_prefill(self, params: bytes) -> bytes:
-        """The body for prefill; ``params`` is the ``kv_transfer_params`` JSON."""
-        limits = {"stream": False, "max_tokens": 1}
-        if self._answer_only.get("max_completion_tokens") is not None:
-            limits["max_completion_tokens"] = 1
-        field = b',"' + contract.KV_TRANSFER_PARAMS.encode() + b'":'
-        return self._shared + b"," + jsonbytes.dump(limits)[1:-1] + field + params + b"}"
+    def for_prefill(self, params: bytes, *, token_ids: bool = False) -> bytes:
+        """The body for prefill; ``params`` is the ``kv_transfer_params`` JSON.
 
-    def for_decode(self, params: dict[str, Any] | None) -> bytes:
-        """The body for decode: the client's own, and prefill's ``kv_transfer_params``."""
+        ``token_ids``: prefill is asked for the prompt's ids.
+        """
+        own: dict[str, Any] = {"stream": False, "max_tokens": 1}
+        if self._answer_only.get("max_completion_tokens") is not None:
+            own["max_completion_tokens"] = 1
+        if token_ids:
+            own["return_token_ids"] = True
+        field = b',"' + contract.KV_TRANSFER_PARAMS.encode() + b'":'
+        return self._shared + b"," + jsonbytes.dump(own)[1:-1] + field + params + b"}"
+
+    def for_decode(
+        self, params: dict[str, Any] | None, *, token_ids: bool = False, usage: bool = False
+    ) -> bytes:
+        """The body for decode: the client's own, and ``kv_transfer_params``.
+
+        ``token_ids``, ``usage``: decode is asked for the ids, and at a stream's end for the
+        counts, also where the client did not ask.
+        """
         own = dict(self._answer_only)
         if params is not None:
             own[contract.KV_TRANSFER_PARAMS] = params
+        if token_ids:
+            own["return_token_ids"] = True
+        if usage and self.streams:
+            own["stream_options"] = {**self._stream_options, "include_usage": True}
         return self._shared + (b"," + jsonbytes.dump(own)[1:] if own else b"}")
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.fields.get("stream"))
+
+    @property
+    def wants_usage(self) -> bool:
+        """The client gets a stream's counts."""
+        return bool(self._stream_options.get("include_usage"))
+
+    @property
+    def wants_token_ids(self) -> bool:
+        return bool(self.fields.get("return_token_ids"))
+
+    @property
+    def _stream_options(self) -> dict[str, Any]:
+        options = self.fields.get("stream_options")
+        return options if isinstance(options, dict) else {}
 
     def needs_decode_alone(self) -> bool:
         """True if prefill and decode would not work on one and the same prompt.

@@ -22,6 +22,8 @@ _HANDLE_WORDS = (
     contract.REMOTE_PORT,
     contract.PD_TOKENS,
     contract.PD_REUSE,
+    contract.PD_SIGNATURE,
+    contract.PD_PREVIOUS,
 )
 
 # vLLM's validation errors are printed dicts, {'msg': '...', 'input': <the whole body>}.

@@ -1,96 +1,230 @@
-"""Handles between turns: claimed once, restored only if unread, scoped by tenant."""
+"""Handles between turns: found, claimed once, restored only if unread, scoped by tenant."""
 
-import hashlib
 import time
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from pd_connector.contract import Outcome
+import msgspec
+
+from pd_connector import contract
+from pd_router import jsonbytes
 from pd_router.history import Past
 
+HANDLE_OVERHEAD = 1000
+"""Bytes that a held handle is counted with beside what it carries."""
 
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What decode returned for a finished turn."""
+OnDrop = Callable[["Handle", str], None]
+"""Told of a handle that is forgotten unused, and why."""
 
-    params: bytes
-    """``kv_transfer_params`` as JSON."""
+
+class Handle(msgspec.Struct, frozen=True, array_like=True):
+    """What decode returned for a finished turn. Serialisable: ``pack`` and ``unpack``."""
+
+    id: str
+    """Names it among all handles of all routers."""
+    request: str
+    """``remote_request_id``: what decode knows it by; empty where decode keeps no blocks."""
+    key: str
+    """What it is found by."""
+    packed: bytes
+    """``kv_transfer_params`` as compressed JSON; empty: decode keeps no blocks, but its prefix
+    cache has the history."""
     leg: str
     """Name of the decode leg that holds the blocks."""
+    engine: str
+    """Id of that leg's engine, the data-parallel rank left out; a restart changes it."""
     past: Past
     """The turn whose tokens the blocks hold."""
-    token_proof: bool
-    """The handle carries a digest of the token ids (``PD_TOKENS``)."""
+    tokens: int
+    """Tokens that the blocks hold."""
+    ids_digest: bytes
+    """Digest of the ids of those tokens, where the router knows them."""
+    proven: bool
+    """The handle carries the engine's proof of its tokens."""
+    partial: bool
+    """... and that proof serves for a part of them."""
+    turn: int
+    """The turn's number in its conversation, from 1."""
     born: float
-    """When the handle arrived, on the store's clock, in seconds."""
+    """When the handle arrived, Unix time in seconds."""
+    expires: float
+    """Until when it may be used."""
+
+    @property
+    def readable(self) -> bool:
+        return bool(self.packed)
+
+    @property
+    def params(self) -> bytes:
+        """``kv_transfer_params`` as JSON, every field as decode gave it."""
+        return zlib.decompress(self.packed)
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory it is counted with."""
+        return len(self.packed) + len(self.past.marks) + HANDLE_OVERHEAD
+
+    def age(self) -> float:
+        """Seconds since it arrived."""
+        return time.time() - self.born
+
+    def live(self) -> bool:
+        return time.time() < self.expires
+
+    def pack(self) -> bytes:
+        return msgspec.msgpack.encode(self)
 
 
-def key_of(authorization: str, conversation: str) -> str:
-    """The store's key: two tenants with one conversation id have two keys."""
-    tenant = hashlib.sha256(authorization.encode(errors="surrogateescape")).digest()
-    text = conversation.encode(errors="surrogatepass")
-    return hashlib.sha256(tenant + text).hexdigest()
+def unpack(raw: bytes) -> Handle:
+    """The handle of :meth:`Handle.pack`. Raises :class:`msgspec.DecodeError`."""
+    return msgspec.msgpack.decode(raw, type=Handle)
 
 
-class HandleStore:
-    """At most ``capacity`` handles, each usable for ``ttl`` seconds, one per key.
+def pack_params(params: Mapping[str, Any]) -> bytes:
+    return zlib.compress(jsonbytes.dump(dict(params)), 1)
 
-    An expired handle stays for another ``ttl`` so that its turn can be told that it
-    expired; it is never handed out.
+
+def can_be_read(params: Mapping[str, Any]) -> bool:
+    """Decode holds blocks and lets prefill read them."""
+    return (
+        params.get(contract.DO_REMOTE_DECODE) is True
+        and bool(params.get(contract.REMOTE_BLOCK_IDS))
+        and isinstance(params.get(contract.REMOTE_REQUEST_ID), str)
+    )
+
+
+class HandleStore(Protocol):
+    """Where handles are held; one of several routers may share.
+
+    A claimed handle is out of the store: whatever becomes of its turn, nobody else gets it.
+    """
+
+    async def find(self, keys: Sequence[str]) -> list[Handle]:
+        """Handles under the first of the keys that has any, the newest first. Expired ones
+        among them show where a conversation was."""
+
+    async def claim(self, handle: Handle) -> bool:
+        """Take the handle out; False if another turn has it, or it has expired."""
+
+    async def restore(self, handle: Handle) -> None:
+        """Put back a claimed handle that no engine has seen."""
+
+    async def commit(self, handle: Handle) -> None:
+        """The claimed handle has been used."""
+
+    def put(self, handle: Handle) -> Awaitable[None] | None:
+        """Hold a new handle; what is returned is to be awaited before its turn ends."""
+
+    async def drop_leg(self, leg: str, reason: str, keep_engine: str | None = None) -> int:
+        """Forget the handles of a decode leg, all but those of one engine; says how many."""
+
+    async def drop(self, handles: Iterable[Handle], reason: str) -> None:
+        """Forget handles."""
+
+    def held(self) -> Mapping[str, int]:
+        """Usable handles by leg, as far as this process knows."""
+
+    def bytes_held(self) -> int: ...
+
+
+class MemoryStore:
+    """The store of one router, bounded by handles and bytes.
+
+    An expired handle stays for another ``ttl`` so that its turn can be told that it expired
+    and goes where its history was; it is never handed out.
     """
 
     def __init__(
-        self, ttl: float, capacity: int, clock: Callable[[], float] = time.monotonic
+        self, *, ttl: float, capacity: int, max_bytes: int, branches: int, on_drop: OnDrop
     ) -> None:
         self._ttl = ttl
         self._capacity = capacity
-        self._clock = clock
-        self._handles: OrderedDict[str, Handle] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._branches = branches
+        self._on_drop = on_drop
+        self._by_key: dict[str, list[Handle]] = {}
+        self._by_age: OrderedDict[str, Handle] = OrderedDict()
+        self._claimed: dict[str, Handle] = {}
+        self._bytes = 0
 
-    def now(self) -> float:
-        return self._clock()
-
-    def age(self, handle: Handle) -> float:
-        """Seconds since the handle arrived."""
-        return self._clock() - handle.born
-
-    def held(self) -> int:
-        """Handles that could be claimed now."""
-        expired = 0
-        for handle in self._handles.values():  # oldest first
-            if self.age(handle) < self._ttl:
-                break
-            expired += 1
-        return len(self._handles) - expired
-
-    def claim(self, key: str) -> Handle | Outcome:
-        """Take the key's handle out for good, or say why there is none."""
-        handle = self._handles.pop(key, None)
-        if handle is None:
-            return Outcome.MISS
-        if self.age(handle) >= self._ttl:
-            return Outcome.EXPIRED
-        return handle
-
-    def restore(self, key: str, handle: Handle) -> None:
-        """Put back a claimed handle that no prefill leg has seen."""
-        self._handles.setdefault(key, handle)
-
-    def put(self, key: str, handle: Handle) -> None:
-        """Keep a new handle; the key's older one and the oldest beyond capacity go."""
-        self._handles.pop(key, None)
-        self._handles[key] = handle
-        while len(self._handles) > self._capacity or self._oldest_is_forgotten():
-            self._handles.popitem(last=False)
-
-    def drop_leg(self, leg: str) -> int:
-        """Forget every handle of a decode leg; says how many."""
-        keys = [key for key, handle in self._handles.items() if handle.leg == leg]
+    async def find(self, keys: Sequence[str]) -> list[Handle]:
         for key in keys:
-            del self._handles[key]
-        return len(keys)
+            if handles := self._by_key.get(key):
+                return handles[::-1]
+        return []
 
-    def _oldest_is_forgotten(self) -> bool:
-        oldest = next(iter(self._handles.values()), None)
-        return oldest is not None and self.age(oldest) >= 2 * self._ttl
+    async def claim(self, handle: Handle) -> bool:
+        if self._by_age.get(handle.id) is not handle or not handle.live():
+            return False
+        self._remove(handle)
+        self._claimed[handle.id] = handle
+        return True
+
+    async def restore(self, handle: Handle) -> None:
+        # A handle whose leg was lost meanwhile is no longer among the claimed.
+        if self._claimed.pop(handle.id, None) is not None:
+            self._add(handle)
+
+    async def commit(self, handle: Handle) -> None:
+        self._claimed.pop(handle.id, None)
+
+    def put(self, handle: Handle) -> None:
+        self._add(handle)
+        branches = self._by_key[handle.key]
+        while len(branches) > self._branches:
+            self._forget(branches[0], "replaced")
+        while len(self._by_age) > self._capacity or self._bytes > self._max_bytes:
+            self._forget(self._oldest(), "evicted")
+        forgotten = time.time() - self._ttl
+        while self._by_age and self._oldest().expires < forgotten:
+            self._forget(self._oldest(), "expired")
+
+    async def drop_leg(self, leg: str, reason: str, keep_engine: str | None = None) -> int:
+        def lost(handle: Handle) -> bool:
+            return handle.leg == leg and handle.engine != keep_engine
+
+        for handle in [handle for handle in self._claimed.values() if lost(handle)]:
+            del self._claimed[handle.id]
+        gone = [handle for handle in self._by_age.values() if lost(handle)]
+        await self.drop(gone, reason)
+        return len(gone)
+
+    async def drop(self, handles: Iterable[Handle], reason: str) -> None:
+        for handle in handles:
+            if handle.id in self._by_age:
+                self._forget(handle, reason)
+
+    def held(self) -> Mapping[str, int]:
+        now = time.time()
+        count: dict[str, int] = {}
+        for handle in self._by_age.values():
+            if now < handle.expires:
+                count[handle.leg] = count.get(handle.leg, 0) + 1
+        return count
+
+    def bytes_held(self) -> int:
+        return self._bytes
+
+    def _oldest(self) -> Handle:
+        return next(iter(self._by_age.values()))
+
+    def _add(self, handle: Handle) -> None:
+        if (same := self._by_age.get(handle.id)) is not None:
+            self._remove(same)
+        self._by_age[handle.id] = handle
+        self._by_key.setdefault(handle.key, []).append(handle)
+        self._bytes += handle.size
+
+    def _remove(self, handle: Handle) -> None:
+        del self._by_age[handle.id]
+        branches = self._by_key[handle.key]
+        branches.remove(handle)
+        if not branches:
+            del self._by_key[handle.key]
+        self._bytes -= handle.size
+
+    def _forget(self, handle: Handle, reason: str) -> None:
+        self._remove(handle)
+        self._on_drop(handle, reason)

@@ -1,28 +1,55 @@
-"""Marking legs down and bringing them back."""
+"""Marking legs down and bringing them back, and noticing that a leg is not who it was."""
 
 import asyncio
 import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
+from pd_connector import contract
+from pd_router import jsonbytes
 from pd_router.engines import Engines, LegFailure, NotReached
 from pd_router.handles import HandleStore
-from pd_router.legs import Leg, Legs
+from pd_router.legs import Leg, Legs, base_of
+from pd_router.pairs import Pairs
 
 log = logging.getLogger("pd_router")
 
 PROBE_INTERVAL = 0.5
-"""Seconds between two looks at the legs. An engine takes longer to start, so that none
-restarts unseen and with it the handles of its former self."""
+"""Seconds between two bare connects to a leg: a dead one is noticed without a turn."""
+ASK_INTERVAL = 5.0
+"""Seconds between two questions for a leg's health and start."""
+UNHEALTHY_ANSWERS = 2
+"""Bad answers in a row that take a leg down; a busy engine may be slow once."""
 _PROBE_SECONDS = 5.0
+
+_START = re.compile(rb"^process_start_time_seconds (\S+)", re.M)
+
+Background = Callable[[Awaitable[object]], None]
 
 
 class Health:
     """Which legs are up. While one is down, turns do not wait for it; only the probe asks it."""
 
-    def __init__(self, legs: Legs, engines: Engines, handles: HandleStore) -> None:
+    def __init__(
+        self,
+        legs: Legs,
+        engines: Engines,
+        handles: HandleStore,
+        pairs: Pairs,
+        *,
+        background: Background,
+        on_restart: Callable[[Leg], None],
+    ) -> None:
         self._legs = legs
         self._engines = engines
         self._handles = handles
+        self._pairs = pairs
+        self._background = background
+        self._on_restart = on_restart
+        self._bad_answers: dict[Leg, int] = {}
+        self._asked: dict[Leg, float] = {}
 
     def mark_down(self, leg: Leg, reason: str) -> None:
         """Send no more turns to ``leg``; what a decode leg held is lost with it."""
@@ -32,7 +59,25 @@ class Health:
             return
         log.warning("leg %s is down: %s", leg.name, reason)
         if leg.role == "decode":
-            self._handles.drop_leg(leg.name)
+            self._background(self._handles.drop_leg(leg.name, "leg_down"))
+
+    def saw_engine(self, leg: Leg, engine: object) -> None:
+        """An answer of ``leg`` names its engine; another one than before is a restart."""
+        if not isinstance(engine, str):
+            return
+        engine = base_of(engine)
+        if leg.engine is not None and leg.engine != engine:
+            self._restarted(leg, engine)
+        leg.engine = engine
+
+    def _restarted(self, leg: Leg, engine: str | None) -> None:
+        log.warning("leg %s has restarted", leg.name)
+        self._on_restart(leg)
+        self._pairs.forget_leg(leg.name)
+        leg.engine = engine
+        if leg.role == "decode":
+            drop = self._handles.drop_leg(leg.name, "leg_restarted", keep_engine=engine)
+            self._background(drop)
 
     async def check(self, leg: Leg) -> str | None:
         """Ask the leg itself; returns why it is not healthy, None if it is."""
@@ -64,10 +109,44 @@ class Health:
             await asyncio.sleep(PROBE_INTERVAL)
 
     async def _look(self, leg: Leg) -> None:
-        if leg.down is not None:
-            await self.check(leg)
-        elif await _refuses(leg):
+        if leg.down is None and await _refuses(leg):
             self.mark_down(leg, "connection refused")
+        elif leg.down is not None or time.monotonic() - self._asked.get(leg, 0) >= ASK_INTERVAL:
+            self._asked[leg] = time.monotonic()
+            await self._ask(leg)
+
+    async def _ask(self, leg: Leg) -> None:
+        # Before its health: a leg that is back must not get turns as its former self.
+        await self._look_at_start(leg)
+        problem = await self.check(leg)
+        bad = self._bad_answers.get(leg, 0) + 1 if problem else 0
+        self._bad_answers[leg] = bad
+        if problem and bad >= UNHEALTHY_ANSWERS:
+            self.mark_down(leg, problem)
+
+    async def _look_at_start(self, leg: Leg) -> None:
+        try:
+            started = await self._start_of(leg)
+        except (LegFailure, ValueError):
+            return
+        if started is None:
+            return
+        if leg.started is not None and leg.started != started:
+            self._restarted(leg, None)
+        leg.started = started
+
+    async def _start_of(self, leg: Leg) -> str | None:
+        """What is new at every start: the engine's id, else its process's start time."""
+        path = contract.ENGINE_SETTINGS_PATH
+        status, raw = await self._engines.get(leg, path, {}, total=_PROBE_SECONDS)
+        if status == 200:
+            told = jsonbytes.load(raw)
+            engine = told.get("engine_id") if isinstance(told, dict) else None
+            if isinstance(engine, str):
+                return base_of(engine)
+        status, raw = await self._engines.get(leg, "/metrics", {}, total=_PROBE_SECONDS)
+        found = _START.search(raw) if status == 200 else None
+        return found[1].decode() if found else None
 
 
 async def _refuses(leg: Leg) -> bool:

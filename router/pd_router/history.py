@@ -1,21 +1,33 @@
 """The history guard: does a prompt continue the turn whose KV a handle names?
 
-The engine reads the blocks that it is told to read and never compares tokens, so a handle
+The engine reads the blocks that it is told to read; vLLM never compares tokens, so a handle
 goes out only with a prompt that starts with that turn. Equal messages make equal tokens
 only where the chat template adds nothing and drops nothing; where a request gives reason
-to doubt that, the tokens themselves must be proven, which the engine can do and the
-router cannot.
+to doubt that, the tokens themselves must be proven.
 """
 
 import hashlib
+import sys
+from array import array
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
+
+import msgspec
 
 from pd_router import jsonbytes
 from pd_router.answer import Answer
 
 Endpoint = Literal["chat", "completions"]
+
+MARK = 6
+"""Bytes of a mark: enough to estimate what is shared; nothing is proven by it."""
+MOST_MARKS = 64
+MOST_KEYS = 16
+"""Earlier turns that a prompt without a conversation id is looked up by."""
+
+_CHARS_PER_STEP = 1024
+_IDS_PER_STEP = 128
 
 
 class Continuation(Enum):
@@ -29,15 +41,33 @@ class Continuation(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """A finished turn, as much of it as the guard needs."""
+class Match:
+    """A prompt beside an earlier turn."""
+
+    continuation: Continuation
+    shared: float
+    """Estimated share, 0 to 1, of the turn that the prompt starts with."""
+
+
+NO_MATCH = Match(Continuation.CHANGED, 0.0)
+
+
+class Past(msgspec.Struct, frozen=True, array_like=True):
+    """A finished turn, as much of it as the guard needs; digests alone."""
 
     kind: str
     length: int
     """Messages, characters or token ids of prompt and answer, by ``kind``."""
+    size: int
+    """Characters or ids of it."""
     digest: bytes
+    anchor: bytes
+    """What a later prompt without a conversation id finds the turn by; empty: not at all."""
     context: bytes
     needs_tokens: bool
+    step: int
+    marks: bytes
+    """Of the first ``step``, ``2 * step``, ... messages, characters or ids."""
 
 
 # Fields that cannot change the prompt's tokens. Every other field must be as it was.
@@ -79,32 +109,52 @@ class ChatPrompt:
     def __init__(self, fields: dict[str, Any]) -> None:
         messages = fields["messages"]
         self._canonical = [_canonical(message) for message in messages]
+        self._answers: list[bool] = [m.get("role") == "assistant" for m in messages]
         self._doubtful = [
             _shows_reasoning(message) or not _is_text(message) for message in messages
         ]
         self._steered = any(fields.get(name) is not None for name in _STEERS_TEMPLATE) or (
             fields.get("include_reasoning") is False
         )
+        self.only_text = all(map(_is_text, messages))
         self._context = _context(fields)
+        self._chain = _chain(self._context, self._canonical)
+        self.size: int = sum(map(len, self._canonical))
 
-    def continuation(self, past: Past) -> Continuation:
+    @property
+    def turn(self) -> int:
+        """The turn's number in its conversation, from 1."""
+        return sum(self._answers) + 1
+
+    def anchors(self) -> list[bytes]:
+        """Anchors of the turns that this prompt may continue, the latest first."""
+        ends = [index + 1 for index, answer in enumerate(self._answers) if answer]
+        return [self._chain[end] for end in reversed(ends) if end < len(self._chain)][:MOST_KEYS]
+
+    def match(self, past: Past) -> Match:
         if past.kind != self.kind or past.context != self._context:
-            return Continuation.CHANGED
-        if len(self._canonical) <= past.length:
-            return Continuation.CHANGED
-        if _digest(self._canonical[: past.length]) != past.digest:
-            return Continuation.CHANGED
-        if past.needs_tokens or self._steered or any(self._doubtful[: past.length]):
-            return Continuation.BY_TOKENS
-        return Continuation.BY_MESSAGES
+            return NO_MATCH
+        length = past.length
+        if len(self._canonical) <= length or self._chain[length] != past.digest:
+            same = _marks_shared(past, [*map(self._mark, range(1, len(self._chain)))])
+            size = sum(map(len, self._canonical[: same * past.step]))
+            return Match(Continuation.CHANGED, min(1.0, size / max(past.size, 1)))
+        if past.needs_tokens or self._steered or any(self._doubtful[:length]):
+            return Match(Continuation.BY_TOKENS, 1.0)
+        return Match(Continuation.BY_MESSAGES, 1.0)
 
     def finished(self, answer: Answer) -> Past:
         message = answer.message()
         text = answer.text
+        last = _canonical(message)
+        chain = _chain(self._context, [*self._canonical, last])
+        step, marks = _thin(1, [digest[:MARK] for digest in chain[1:]])
         return Past(
             kind=self.kind,
             length=len(self._canonical) + 1,
-            digest=_digest([*self._canonical, _canonical(message)]),
+            size=self.size + len(last),
+            digest=chain[-1],
+            anchor=chain[-1],
             context=self._context,
             needs_tokens=(
                 self._steered
@@ -116,56 +166,95 @@ class ChatPrompt:
                 # Templates trim what they render as history.
                 or text != text.strip()
             ),
+            step=step,
+            marks=marks,
+        )
+
+    def _mark(self, length: int) -> bytes:
+        return self._chain[length][:MARK]
+
+
+class _Run:
+    """A completion's prompt: one run of characters or token ids."""
+
+    kind: str
+    step: int
+    only_text = True
+    turn = 1
+
+    def __init__(self, fields: dict[str, Any], data: Any) -> None:
+        self._data = data
+        self._context = _context(fields)
+        self._chain = self._digests(data)
+        self.size: int = len(data)
+
+    def _bytes(self, part: Any) -> bytes:
+        raise NotImplementedError
+
+    def _digests(self, data: Any) -> list[bytes]:
+        """After 0, ``step``, ``2 * step``, ... items."""
+        starts = range(0, len(data) - self.step + 1, self.step)
+        return _chain(self._context, [self._bytes(data[at : at + self.step]) for at in starts])
+
+    def _digest_at(self, data: Any, length: int) -> bytes:
+        state = hashlib.blake2b(self._context, digest_size=16)
+        state.update(self._bytes(data[:length]))
+        return state.digest()
+
+    def anchors(self) -> list[bytes]:
+        """Anchors of the turns that this prompt may continue, the latest first."""
+        return self._chain[:0:-1][:MOST_KEYS]
+
+    def match(self, past: Past) -> Match:
+        if past.kind != self.kind or past.context != self._context:
+            return NO_MATCH
+        length = past.length
+        if len(self._data) <= length or self._digest_at(self._data, length) != past.digest:
+            same = _marks_shared(past, [d[:MARK] for d in self._chain[1:]], self.step)
+            return Match(Continuation.CHANGED, min(1.0, same * past.step / max(past.size, 1)))
+        by_tokens = past.needs_tokens
+        return Match(Continuation.BY_TOKENS if by_tokens else Continuation.BY_MESSAGES, 1.0)
+
+    def _past(self, data: Any, needs_tokens: bool) -> Past:
+        chain = self._digests(data)
+        step, marks = _thin(self.step, [digest[:MARK] for digest in chain[1:]])
+        return Past(
+            kind=self.kind,
+            length=len(data),
+            size=len(data),
+            digest=self._digest_at(data, len(data)),
+            anchor=chain[-1] if len(chain) > 1 else b"",
+            context=self._context,
+            needs_tokens=needs_tokens,
+            step=step,
+            marks=marks,
         )
 
 
-class TextPrompt:
+class TextPrompt(_Run):
     """A completion's prompt as text."""
 
     kind = "text"
+    step = _CHARS_PER_STEP
 
-    def __init__(self, fields: dict[str, Any], prompt: str) -> None:
-        self._prompt = prompt
-        self._context = _context(fields)
-
-    def continuation(self, past: Past) -> Continuation:
-        if past.kind != self.kind or past.context != self._context:
-            return Continuation.CHANGED
-        if len(self._prompt) <= past.length:
-            return Continuation.CHANGED
-        if _digest_text(self._prompt[: past.length]) != past.digest:
-            return Continuation.CHANGED
-        return Continuation.BY_TOKENS if past.needs_tokens else Continuation.BY_MESSAGES
+    def _bytes(self, part: Any) -> bytes:
+        return bytes(part.encode(errors="surrogatepass"))
 
     def finished(self, answer: Answer) -> Past:
-        text = self._prompt + answer.text
-        return Past(
-            kind=self.kind,
-            length=len(text),
-            digest=_digest_text(text),
-            context=self._context,
-            needs_tokens=_text_hides_tokens(answer),
-        )
+        return self._past(self._data + answer.text, _text_hides_tokens(answer))
 
 
-class TokenPrompt:
+class TokenPrompt(_Run):
     """A completion's prompt as token ids. The answer's ids are not known here."""
 
     kind = "ids"
+    step = _IDS_PER_STEP
 
-    def __init__(self, fields: dict[str, Any], ids: list[int]) -> None:
-        self._ids = ids
-        self._context = _context(fields)
-
-    def continuation(self, past: Past) -> Continuation:
-        if past.kind != self.kind or past.context != self._context:
-            return Continuation.CHANGED
-        if len(self._ids) <= past.length or _digest_ids(self._ids[: past.length]) != past.digest:
-            return Continuation.CHANGED
-        return Continuation.BY_TOKENS
+    def _bytes(self, part: Any) -> bytes:
+        return jsonbytes.dump(part)
 
     def finished(self, answer: Answer) -> Past:
-        return Past(self.kind, len(self._ids), _digest_ids(self._ids), self._context, True)
+        return self._past(self._data, True)
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
@@ -193,6 +282,14 @@ def read_prompt(endpoint: Endpoint, fields: dict[str, Any]) -> Prompt | None:
 
 def is_token_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+
+
+def ids_digest(ids: "array[int]") -> bytes:
+    """Digest of token ids, equal on every machine."""
+    if sys.byteorder == "big":
+        ids = array(ids.typecode, ids)
+        ids.byteswap()
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
 
 def _is_message(message: Any) -> bool:
@@ -248,7 +345,7 @@ def _context(fields: dict[str, Any]) -> bytes:
         for name, value in fields.items()
         if name not in _NOT_PROMPT and value is not None
     )
-    return hashlib.sha256(jsonbytes.dump(shaping)).digest()
+    return hashlib.blake2b(jsonbytes.dump(shaping), digest_size=16).digest()
 
 
 def _shows_reasoning(message: dict[str, Any]) -> bool:
@@ -268,17 +365,32 @@ def _text_hides_tokens(answer: Answer) -> bool:
     return isinstance(answer.stop_reason, str) or "\ufffd" in answer.text
 
 
-def _digest(messages: list[bytes]) -> bytes:
-    digest = hashlib.sha256()
-    for message in messages:
-        digest.update(len(message).to_bytes(8, "big"))
-        digest.update(message)
-    return digest.digest()
+def _chain(context: bytes, parts: list[bytes]) -> list[bytes]:
+    """Digests of the context and the first 0, 1, 2, ... parts."""
+    state = hashlib.blake2b(context, digest_size=16)
+    digests = [state.digest()]
+    for part in parts:
+        state.update(len(part).to_bytes(8, "big"))
+        state.update(part)
+        digests.append(state.digest())
+    return digests
 
 
-def _digest_text(text: str) -> bytes:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+def _thin(step: int, marks: list[bytes]) -> tuple[int, bytes]:
+    """At most :data:`MOST_MARKS` of the marks, and the step between those."""
+    every = 1
+    while len(marks) // every > MOST_MARKS:
+        every *= 2
+    return step * every, b"".join(marks[every - 1 :: every])
 
 
-def _digest_ids(ids: list[int]) -> bytes:
-    return hashlib.sha256(jsonbytes.dump(ids)).digest()
+def _marks_shared(past: Past, marks: list[bytes], step: int = 1) -> int:
+    """How many of a turn's marks a prompt has too; ``marks`` are one per ``step``."""
+    every = past.step // step
+    same = 0
+    for index in range(len(past.marks) // MARK):
+        at = (index + 1) * every - 1
+        if at >= len(marks) or marks[at] != past.marks[index * MARK : (index + 1) * MARK]:
+            break
+        same += 1
+    return same

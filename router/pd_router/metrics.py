@@ -1,60 +1,83 @@
-"""The router's Prometheus metrics; their names are the contract's."""
+"""The router's Prometheus metrics, made from the records of :mod:`pd_connector.telemetry`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
-from pd_connector import contract
-from pd_connector.contract import Outcome
+from pd_connector import telemetry
+from pd_connector.contract import Outcome, Route
+from pd_connector.telemetry import Metric
 
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
+Samples = Iterable[tuple[tuple[str, ...], float]]
+"""Label values and value."""
 
 
 class Metrics:
     """One registry per process."""
 
-    def __init__(self, handles_held: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._turns = self._counter(
-            contract.ROUTER_TURNS, "Turns whose prompt was prefilled, by reuse outcome.", "outcome"
-        )
-        self.handles_stored = self._counter(
-            contract.ROUTER_HANDLES_STORED, "Handles kept for a next turn."
-        )
-        self.handles_sent = self._counter(
-            contract.ROUTER_HANDLES_SENT, "Handles sent to a prefill leg."
-        )
-        self.prefill_retries = self._counter(
-            contract.ROUTER_PREFILL_RETRIES, "Prefills repeated without their handle."
-        )
-        self.stripped_params = self._counter(
-            contract.ROUTER_STRIPPED_PARAMS, "Transfer parameters stripped from client requests."
-        )
-        self.prefill_seconds = Histogram(
-            contract.ROUTER_PREFILL_SECONDS,
-            "Seconds from the prefill request to its answer, retries included.",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self.ttft_seconds = Histogram(
-            contract.ROUTER_TTFT_SECONDS,
-            "Seconds from a streamed request to its first event.",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        held = Gauge(
-            contract.ROUTER_HANDLES_HELD, "Handles that could be used now.", registry=self._registry
-        )
-        held.set_function(handles_held)
+        self.turns = self._counter(telemetry.ROUTER_TURNS)
+        self.routes = self._counter(telemetry.ROUTER_ROUTES)
+        self.tokens = self._counter(telemetry.ROUTER_TOKENS)
+        self.ttft = self._histogram(telemetry.ROUTER_TTFT)
+        self.prefill = self._histogram(telemetry.ROUTER_PREFILL)
+        self.readback = self._histogram(telemetry.ROUTER_READBACK)
+        self.handles_stored = self._counter(telemetry.ROUTER_HANDLES_STORED)
+        self.handles_sent = self._counter(telemetry.ROUTER_HANDLES_SENT)
+        self.handles_refused = self._counter(telemetry.ROUTER_HANDLES_REFUSED)
+        self.handles_dropped = self._counter(telemetry.ROUTER_HANDLES_DROPPED)
+        self.handle_age = self._histogram(telemetry.ROUTER_HANDLE_AGE)
+        self.prefill_retries = self._counter(telemetry.ROUTER_PREFILL_RETRIES)
+        self.stripped = self._counter(telemetry.ROUTER_STRIPPED)
+        self.requests = self._counter(telemetry.ROUTER_REQUESTS)
+        self.endings = self._counter(telemetry.ROUTER_ENDINGS)
+        self.leg_restarts = self._counter(telemetry.ROUTER_LEG_RESTARTS)
+        self.spans_dropped = self._counter(telemetry.ROUTER_SPANS_DROPPED)
         for outcome in Outcome:
-            self._turns.labels(outcome.value)
+            for route in Route:
+                self.turns.labels(outcome.value, route.value)
+        for kind in ("prompt", "offered", "read", "computed"):
+            self.tokens.labels(kind)
 
-    def count_turn(self, outcome: Outcome) -> None:
-        self._turns.labels(outcome.value).inc()
+    def gauge(self, metric: Metric, read: Callable[[], Samples]) -> None:
+        """A gauge whose samples are read when the metrics are."""
+        self._registry.register(_Gauge(metric, read))
 
-    def exposition(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The metrics and their content type: OpenMetrics, which has the exemplars, to whoever
+        accepts it, else Prometheus' text format."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self._registry)
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.text, metric.labels, registry=self._registry)
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(
+            metric.name,
+            metric.text,
+            metric.labels,
+            buckets=metric.buckets,
+            registry=self._registry,
+        )
+
+
+class _Gauge(Collector):
+    def __init__(self, metric: Metric, read: Callable[[], Samples]) -> None:
+        self._metric = metric
+        self._read = read
+
+    def collect(self) -> Iterator[Any]:
+        metric = self._metric
+        family = GaugeMetricFamily(metric.name, metric.text, labels=metric.labels)
+        for values, value in self._read():
+            family.add_metric(values, value)
+        yield family
+
+    def describe(self) -> Iterator[Any]:
+        yield GaugeMetricFamily(self._metric.name, self._metric.text, labels=self._metric.labels)

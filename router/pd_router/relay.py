@@ -7,10 +7,12 @@ from pd_connector.contract import KV_TRANSFER_PARAMS
 from pd_router import jsonbytes, sse
 from pd_router.answer import Answer
 from pd_router.errors import clean_error_event
+from pd_router.tokens import IdsTap
 
 _DONE = b"[DONE]"
 _HANDLE_MARK = f'"{KV_TRANSFER_PARAMS}"'.encode()
 _ERROR_MARK = b'"error"'
+_USAGE_MARK = b'"usage":{'
 _PENDING_BYTES = 16 << 10
 """Events that are looked at together; one by one they would cost more."""
 
@@ -20,10 +22,11 @@ OnComplete = Callable[[Answer], None]
 class StreamRelay:
     """Passes a stream of server-sent events on, byte for byte but for handles.
 
-    ``on_complete`` is called once with a whole answer, before its last event is handed
-    out, so that the next turn finds what this one left; None spares the parsing.
-    ``secrets`` are words that no error event may tell. ``last`` is what the stream's last
-    event contains.
+    ``on_complete`` is called once with the answer, before its last event is handed out, so
+    that the next turn finds what this one left; None spares the parsing. ``secrets`` are words
+    that no error event may tell. ``last`` is what the stream's last event contains. ``tap``
+    takes token ids out. With ``take_usage`` the counts at the end are noted, and with
+    ``hide_usage`` not passed on, because only the router asked for them.
     """
 
     def __init__(
@@ -32,11 +35,19 @@ class StreamRelay:
         secrets: Sequence[str],
         on_complete: OnComplete | None,
         last: bytes = _DONE,
+        *,
+        tap: IdsTap | None = None,
+        take_usage: bool = False,
+        hide_usage: bool = False,
     ) -> None:
         self._splitter = sse.Splitter(max_event)
         self._secrets = secrets
         self._on_complete = on_complete
         self._last = last
+        self._tap = tap
+        self._take_usage = take_usage
+        self._hide_usage = hide_usage
+        self.usage: dict[str, Any] = {}
         self._answer = Answer()
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -52,6 +63,8 @@ class StreamRelay:
             and _ERROR_MARK not in chunk
             and self._last not in chunk
             and b"\r" not in chunk
+            and self._tap is None
+            and not (self._take_usage and _USAGE_MARK in chunk)
         ):
             # Whole events in which nothing is to be changed.
             if self._on_complete is not None:
@@ -61,10 +74,14 @@ class StreamRelay:
         return b"".join(self._pass(event) for event in self._splitter.feed(chunk))
 
     def _pass(self, event: bytes) -> bytes:
+        if self._tap is not None:
+            event = self._tap.take(event)
         marked = _HANDLE_MARK in event or _ERROR_MARK in event
         if self._last in event and (self._last != _DONE or sse.data_of(event) == _DONE):
             self.done = True
-        if self._on_complete is None and not marked:
+            self._complete()
+        counts = self._take_usage and _USAGE_MARK in event
+        if self._on_complete is None and not marked and not counts:
             return event
         data = sse.data_of(event)
         if not data or data == _DONE:
@@ -75,6 +92,8 @@ class StreamRelay:
             self._answer.unreadable = True
             return sse.event_of(b"") if _HANDLE_MARK in event else event
         self._note(body)
+        if counts and self._is_usage(body) and self._hide_usage:
+            return b""
         if _HANDLE_MARK in event:
             event = event_without_handle(event, data, body)
         if isinstance(body, dict) and "error" in body:
@@ -107,8 +126,19 @@ class StreamRelay:
             return
         self._answer.add(body)
         if self._answer.handle is not None and self._answer.complete:
+            self._complete()
+
+    def _complete(self) -> None:
+        if self._on_complete is not None:
             self._on_complete(self._answer)
             self._on_complete = None
+
+    def _is_usage(self, body: Any) -> bool:
+        """Whether it is the event that has the counts and nothing else; they are noted."""
+        if not isinstance(body, dict) or not isinstance(body.get("usage"), dict):
+            return False
+        self.usage = body["usage"]
+        return body.get("choices") == []
 
 
 def _body(data: bytes) -> Any:
@@ -140,15 +170,22 @@ def _without_handle(value: Any) -> Any:
     return value
 
 
-def relay_body(raw: bytes, on_complete: OnComplete | None) -> bytes:
-    """The client's bytes of a whole answer. Raises :class:`ValueError` if it is not JSON."""
+def relay_body(
+    raw: bytes, on_complete: OnComplete | None, tap: IdsTap | None = None
+) -> tuple[bytes, dict[str, Any]]:
+    """The client's bytes of a whole answer, and its usage.
+
+    Raises :class:`ValueError` if it is not JSON.
+    """
+    if tap is not None:
+        raw = tap.take(raw)
     body = jsonbytes.load(raw)
+    usage = body.get("usage") if isinstance(body, dict) else None
     if on_complete is not None:
         answer = Answer()
         answer.add(body)
-        if answer.handle is not None and answer.complete:
-            on_complete(answer)
-    return body_without_handle(raw, body)
+        on_complete(answer)
+    return body_without_handle(raw, body), usage if isinstance(usage, dict) else {}
 
 
 def body_without_handle(raw: bytes, body: Any) -> bytes:

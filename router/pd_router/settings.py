@@ -92,6 +92,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     for 30 s (vLLM's kv_lease_duration) until decode asks for them."""
     stream_idle_timeout: Seconds = 300.0
     """Longest silence of decode within a stream, its first event included."""
+    pair_pause: Seconds = 30.0
+    """How long no handle is sent between two legs whose transfers fail."""
     answer_timeout: Seconds = 1800.0
     """Bound of decode's answer when it is not streamed."""
 

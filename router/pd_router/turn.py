@@ -3,95 +3,62 @@
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from pd_connector import contract
-from pd_connector.contract import Outcome
-from pd_router import jsonbytes, sse
-from pd_router.answer import Answer
-from pd_router.body import FRESH_PREFILL, REQUEST_ID_HEADER, TurnBody, safe_request_id
-from pd_router.engines import (
-    Broken,
-    EngineAnswer,
-    Engines,
-    LegFailure,
-    NotReached,
-    TimedOut,
-    read_all,
-)
+from pd_connector import contract, telemetry
+from pd_connector.contract import Outcome, Route
+from pd_router import claims, jsonbytes, reuse, sse
+from pd_router.body import FRESH_APPEND, TurnBody
+from pd_router.claims import Found
+from pd_router.engines import Broken, EngineAnswer, LegFailure, NotReached
 from pd_router.errors import (
     EngineRefused,
     TurnError,
     bad_request,
     error_object,
-    refusal,
-    secrets_in,
-    unavailable,
 )
-from pd_router.handles import Handle, HandleStore, key_of
-from pd_router.health import Health
-from pd_router.history import Continuation, Endpoint, Prompt, read_prompt
-from pd_router.legs import Leg, Legs
-from pd_router.metrics import Metrics
+from pd_router.exchange import (
+    PATHS,
+    PrefillFailed,
+    ask_decode,
+    ask_prefill,
+    leg_error,
+    prefill_params,
+)
+from pd_router.handles import Handle
+from pd_router.history import Endpoint, Prompt, read_prompt
+from pd_router.identity import identify
+from pd_router.keep import Keeper
+from pd_router.legs import Leg
+from pd_router.parts import Router
 from pd_router.pipe import CLIENT_STALL_SECONDS, open_pipe
-from pd_router.relay import OnComplete, StreamRelay, relay_body
-from pd_router.reuse import outcome_of
-from pd_router.settings import Settings
+from pd_router.placement import Placement, place
+from pd_router.relay import StreamRelay, relay_body
+from pd_router.routes import Choice
+from pd_router.state import Params, TurnState
+from pd_router.tokens import IdsTap, prompt_ids
+
+__all__ = ["PATHS", "Turn"]
 
 log = logging.getLogger("pd_router")
 
-PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-
-# Headers that an engine may see; any other could steer it (X-data-parallel-rank).
-_FORWARDED_HEADERS = ("Authorization", REQUEST_ID_HEADER, "traceparent", "tracestate")
-
-# Refusals that a handle could have caused; the others would only be repeated.
-_PERHAPS_THE_HANDLE = (400, 422)
+_OPERATIONS: dict[Endpoint, str] = {"chat": "chat", "completions": "text_completion"}
+"""OpenTelemetry's names (gen_ai.operation.name)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Router:
-    """What all turns share."""
-
-    settings: Settings
-    legs: Legs
-    engines: Engines
-    health: Health
-    handles: HandleStore
-    metrics: Metrics
-
-
-@dataclass(slots=True)
-class Prefilled:
-    """What prefill made of the prompt."""
-
-    params: dict[str, Any] | None
-    """Prefill's ``kv_transfer_params`` for decode."""
-    prompt_tokens: int | None
-
-
-class Turn:
+class Turn(TurnState):
     """One request of a conversation and its answer."""
 
     def __init__(self, router: Router, endpoint: Endpoint, request: web.Request) -> None:
-        self._router = router
-        self._endpoint = endpoint
-        self._request = request
-        self._started = time.perf_counter()
-        self._authorization = request.headers.get("Authorization", "")
-        self._key: str | None = None
+        super().__init__(router, endpoint, request)
         self._prompt: Prompt | None = None
-        self._headers: dict[str, str] = {}
-        self._prefill_leg = "-"
-        self._decode_leg = "-"
-        self._outcome = Outcome.MISS
-        self._tokens_read = 0
-        self._prefill_ms: float | None = None
-        self._ttft_ms: float | None = None
-        self._ending = "aborted"
+        self._decode_began = 0.0
+        self._decode_span: int | None = None
+        self._decode_ms: float | None = None
+        self._quiet = False
+        """Nothing else ran where the prompt was computed, so that its time tells the speed."""
 
     async def run(self) -> web.StreamResponse:
         """The client's answer.
@@ -99,360 +66,322 @@ class Turn:
         Raises :class:`TurnError` or :class:`EngineRefused` while nothing has been sent.
         """
         try:
-            body = TurnBody(self._endpoint, await self._request.read())
-            self._router.metrics.stripped_params.inc(body.stripped)
+            body = TurnBody(self.endpoint, await self.request.read())
+            self.router.metrics.stripped.inc(body.stripped)
+            self.router.budget.turn()
             self._identify(body)
-            self._require_legs()
             with ExitStack() as in_flight:
-                if body.needs_decode_alone():
-                    self._prompt = None
-                    leg = self._place_decode(None, in_flight)
-                    prefilled = Prefilled(None, None)
+                leg, placed = await self._choose(body)
+                self._quiet = not leg.in_flight
+                if placed.choice.route is Route.APPEND:
+                    self.router.chooser.appends(leg, placed.choice.new_tokens)
+                    in_flight.enter_context(leg.serving(placed.choice.new_tokens))
+                    params = self._append_params()
                 else:
-                    handle = self._claim()
-                    leg = self._place_decode(handle, in_flight)
-                    prefilled = await self._prefill(body, handle)
-                self._count(prefilled)
-                leg, answer = await self._decode(leg, body, prefilled, in_flight)
+                    in_flight.enter_context(leg.serving())
+                    params = await self._prefill(body, placed.choice, placed.prefill)
+                leg, answer = await self._decode(leg, body, params, in_flight)
                 try:
-                    return await self._relay(leg, answer, prefilled)
+                    return await self._relay(leg, answer, body, params)
                 finally:
                     answer.close()
         except RecursionError:
-            self._ending = "400"
+            self.facts.ending = "refused"
             raise bad_request("The request body is nested too deeply.") from None
         except (TurnError, EngineRefused) as error:
-            self._ending = str(error.status)
+            self.facts.ending = "refused" if error.status < 500 else "error"
+            self.facts.error = f"HTTP {error.status}"
             raise
         finally:
-            self._log()
+            self.end()
 
     def _identify(self, body: TurnBody) -> None:
-        conversation = body.conversation_id
-        names = (*contract.CONVERSATION_HEADERS, *self._router.settings.conversation_headers)
-        candidates = [conversation, *(self._request.headers.get(name) for name in names)]
-        named = (str(c) for c in candidates if isinstance(c, str | int) and c != "")
-        conversation = next(named, None)
-        if not self._router.settings.bidirectional:
-            self._outcome = Outcome.DISABLED
-        elif conversation is not None:
-            self._prompt = read_prompt(self._endpoint, body.fields)
-        if conversation is not None:
-            self._key = key_of(self._authorization, conversation)
+        """Whose turn of which conversation it is."""
+        self._identity = identify(self.request.headers, body.conversation_id, self.settings)
+        self.facts.conversation = self._identity.label
+        if self.settings.trace_conversation_ids:
+            self.facts.conversation_id = self._identity.conversation
+        self.facts.operation = _OPERATIONS.get(self.endpoint)
+        model = body.fields.get("model")
+        self.facts.model = model if isinstance(model, str) else None
+        if body.needs_decode_alone():
+            return
+        if self.settings.proof == "tokens":
+            self.tap = IdsTap(body.wants_token_ids)
+        self._prompt = read_prompt(self.endpoint, body.fields)
+        if self._prompt is not None:
+            self.facts.turn = self._prompt.turn
 
-    def _require_legs(self) -> None:
-        self._router.legs.pick_prefill()
-        self._router.legs.pick_decode()
+    async def _choose(self, body: TurnBody) -> tuple[Leg, Placement]:
+        """The decode leg and the way there; where that wants a handle, it is claimed."""
+        began, facts, router = time.perf_counter(), self.facts, self.router
+        if body.needs_decode_alone():
+            leg, found = router.legs.pick_decode(), Found(Outcome.MISS, "one_leg")
+            placed = Placement(Choice(Route.APPEND, "one_leg", 1), None)
+        else:
+            found = await self._find()
+            near = found.handle or found.near
+            leg = router.legs.pick_decode(near.leg if near else None)
+            placed = await self._place(found, leg, body)
+        if self.claimed is not None:
+            facts.handle_age = self.claimed.age()
+            router.metrics.handle_age.observe(facts.handle_age)
+        elif found.handle is not None and found.reason:
+            router.metrics.handles_refused.labels(found.reason).inc()
+        facts.outcome, facts.outcome_reason = found.outcome, found.reason
+        facts.route, facts.route_reason = placed.choice.route, placed.choice.reason
+        facts.decode_leg = leg.name
+        attributes = {telemetry.HANDLE_AGE: facts.handle_age}
+        self.end_span(telemetry.SPAN_CLAIM, None, began, attributes)
+        return leg, placed
 
-    def _claim(self) -> Handle | None:
-        """The conversation's handle, if this prompt is shown to continue its turn."""
-        if self._key is None or not self._router.settings.bidirectional:
-            return None
-        claimed = self._router.handles.claim(self._key)
-        if isinstance(claimed, Outcome):
-            self._outcome = claimed
-            return None
-        if not self._continues(claimed):
-            self._outcome = Outcome.HISTORY_CHANGED
-            return None
-        return claimed
-
-    def _continues(self, handle: Handle) -> bool:
+    async def _find(self) -> Found:
+        if self.settings.proof == "off" or self.settings.route == "recompute":
+            return Found(Outcome.DISABLED, "off")
         if self._prompt is None:
-            return False
-        engine_proves = self._router.settings.connector == "pdctl"
-        if engine_proves and not handle.token_proof:
-            # From a decode leg without the connector: messages alone would have to be trusted.
-            return False
-        continuation = self._prompt.continuation(handle.past)
-        if continuation is Continuation.BY_TOKENS:
-            return engine_proves
-        return continuation is Continuation.BY_MESSAGES
+            return Found(Outcome.MISS, "not_comparable")
+        return await claims.find(self.router.handles, self._identity, self._prompt, self.settings)
 
-    def _place_decode(self, handle: Handle | None, in_flight: ExitStack) -> Leg:
-        leg = self._router.legs.pick_decode(handle.leg if handle else None)
-        in_flight.enter_context(leg.serving())
-        self._decode_leg = leg.name
-        return leg
+    async def _place(self, found: Found, leg: Leg, body: TurnBody) -> Placement:
+        router, prompt, pinned = self.router, self._prompt, self._pinned()
+        placed = place(router, found, prompt, leg, pinned)
+        reads = placed.choice.route is Route.READBACK
+        if reads and self.settings.proof == "tokens" and prompt is not None:
+            ids = router.prompt_ids
+            await claims.prove(found, prompt, ids, leg, self.endpoint, body.fields)
+            placed = place(router, found, prompt, leg, pinned)
+        if placed.choice.route is Route.READBACK:
+            self.claimed = await claims.claim(router.handles, found)
+            if self.claimed is None:
+                placed = place(router, found, prompt, leg, pinned)
+        elif placed.choice.route is Route.APPEND and found.continues:
+            # Nobody else may read what this turn goes on from; its own handle covers it.
+            self.claimed = await claims.claim(router.handles, found)
+        return placed
 
-    async def _prefill(self, body: TurnBody, handle: Handle | None) -> Prefilled:
+    def _pinned(self) -> Route | None:
+        """The settings' route, or one that the client asks for and that costs nobody else."""
+        if self.settings.route != "auto":
+            return Route(self.settings.route)
+        asked = self.request.headers.get(contract.HEADER_ROUTE, "").lower()
+        return Route(asked) if asked in (Route.RECOMPUTE, Route.READBACK) else None
+
+    def _append_params(self) -> Params:
+        """What makes decode keep the blocks of a turn that it does alone."""
+        if self.settings.connector != "pdctl" or self.settings.proof == "off":
+            return None
+        if self._prompt is None:
+            return None
+        params: dict[str, Any] = dict(FRESH_APPEND)
+        if self.claimed is not None and self.claimed.request:
+            params[contract.PD_PREVIOUS] = self.claimed.request
+        return params
+
+    async def _prefill(self, body: TurnBody, choice: Choice, first: Leg | None) -> Params:
         """Prefill the prompt, with the handle at most once and without it if that fails."""
-        started = time.perf_counter()
-        tried: set[Leg] = set()
+        began, span, tried, error = time.perf_counter(), self.child_span(), set[Leg](), None
+        legs, facts, leg = self.router.legs, self.facts, first
         try:
             while True:
-                leg = self._pick_prefill(tried, handle)
+                if leg is None or leg in tried or not leg.usable:
+                    leg = legs.pick_prefill(tried)
+                facts.prefill_leg, handle = leg.name, self.claimed
+                self._quiet = not leg.in_flight
                 try:
-                    answer = await self._ask_prefill(leg, body, handle)
+                    with leg.serving(choice.new_tokens):
+                        answer = await ask_prefill(self, leg, body, handle, span)
                 except NotReached as failure:
-                    self._router.health.mark_down(leg, failure.reason)
+                    self.router.health.mark_down(leg, failure.reason)
                     tried.add(leg)
-                except _PrefillFailed as failure:
-                    if handle is None:
-                        self._fail_prefill(leg, failure, tried)
-                        continue
-                    log.info("prefill on %s failed with a handle: %s", leg.name, failure)
-                    self._router.metrics.prefill_retries.inc()
-                    self._outcome, _ = outcome_of(None, {}, self._seconds_left(handle))
-                    handle = None
+                except PrefillFailed as failure:
+                    if handle is not None:
+                        log.info("prefill on %s failed with a handle: %s", leg.name, failure)
+                        self.readback_failed(leg, handle, failure.label)
+                    elif isinstance(failure.cause, Broken) and self.router.budget.take():
+                        tried.add(leg)
+                    else:
+                        raise leg_error(failure.cause or LegFailure(leg, "failed")) from failure
                 else:
-                    return self._read_prefill(answer, handle)
-        finally:
-            elapsed = time.perf_counter() - started
-            self._prefill_ms = elapsed * 1000
-            self._router.metrics.prefill_seconds.observe(elapsed)
-
-    def _pick_prefill(self, tried: set[Leg], handle: Handle | None) -> Leg:
-        try:
-            leg = self._router.legs.pick_prefill(tried)
-        except TurnError:
-            if handle is not None and self._key is not None:
-                self._router.handles.restore(self._key, handle)
+                    return self._prefilled(leg, answer, handle, began)
+        except (TurnError, EngineRefused) as refused:
+            error = f"HTTP {refused.status}"
             raise
-        self._prefill_leg = leg.name
-        return leg
+        finally:
+            facts.prefill_ms = (time.perf_counter() - began) * 1000
+            self.prefilled_at = time.monotonic()
+            attributes = {
+                telemetry.PREFILL_LEG: facts.prefill_leg,
+                telemetry.OUTCOME: None if facts.outcome is None else facts.outcome.value,
+            }
+            self.end_span(telemetry.SPAN_PREFILL, span, began, attributes, error)
 
-    async def _ask_prefill(self, leg: Leg, body: TurnBody, handle: Handle | None) -> dict[str, Any]:
-        """Raises :class:`NotReached`, :class:`_PrefillFailed` or :class:`EngineRefused`."""
-        settings = self._router.settings
-        params = handle.params if handle else FRESH_PREFILL
-        bound = settings.readback_timeout if handle else settings.prefill_timeout
-        try:
-            with leg.serving():
-                status, raw = await self._router.engines.fetch(
-                    leg,
-                    PATHS[self._endpoint],
-                    body.for_prefill(params),
-                    self._engine_headers(),
-                    total=bound,
-                )
-        except (Broken, TimedOut) as failure:
-            self._count_sent(handle)
-            raise _PrefillFailed(failure.reason, failure) from failure
-        self._count_sent(handle)
-        if status >= 500 or (handle and status in _PERHAPS_THE_HANDLE):
-            raise _PrefillFailed(f"HTTP {status}")
-        if status != 200:
-            raise refusal(status, raw, self._secrets(None))
-        try:
-            answer = jsonbytes.load(raw)
-        except ValueError:
-            raise _PrefillFailed("its answer is not JSON") from None
-        if not isinstance(answer, dict):
-            raise _PrefillFailed("its answer is not a JSON object")
-        return answer
-
-    def _count_sent(self, handle: Handle | None) -> None:
-        if handle is not None:
-            self._router.metrics.handles_sent.inc()
-
-    def _fail_prefill(self, leg: Leg, failure: "_PrefillFailed", tried: set[Leg]) -> None:
-        """A prefill without a handle failed: another leg if the connection broke, else give up."""
-        if isinstance(failure.cause, Broken):
-            tried.add(leg)
-            return
-        raise _leg_error(leg, failure.cause)
-
-    def _read_prefill(self, answer: dict[str, Any], handle: Handle | None) -> Prefilled:
-        params = answer.get(contract.KV_TRANSFER_PARAMS)
-        if not isinstance(params, dict):
-            log.warning("prefill on %s returned no blocks for decode", self._prefill_leg)
-            params = None
-        reuse = params.pop(contract.PD_REUSE, None) if params else None
-        usage = answer.get("usage")
+    def _prefilled(
+        self, leg: Leg, answer: dict[str, Any], handle: Handle | None, began: float
+    ) -> Params:
+        """Take note of what prefill did."""
+        params, facts = prefill_params(answer), self.facts
+        if params is None:
+            log.warning("prefill on %s returned no blocks for decode", leg.name)
+        told, usage = reuse.pd_reuse(params), answer.get("usage")
         usage = usage if isinstance(usage, dict) else {}
-        if handle is not None:
-            left = self._seconds_left(handle)
-            self._outcome, self._tokens_read = outcome_of(reuse, usage, left)
-        tokens = usage.get("prompt_tokens")
-        return Prefilled(params, tokens if isinstance(tokens, int) else None)
-
-    def _seconds_left(self, handle: Handle) -> float:
-        """How long decode still keeps a handle's blocks."""
-        return self._router.settings.decode_ttl - self._router.handles.age(handle)
-
-    def _count(self, prefilled: Prefilled) -> None:
-        self._router.metrics.count_turn(self._outcome)
-        self._headers = {
-            contract.HEADER_REUSE: self._outcome.value,
-            contract.HEADER_TOKENS_READ: str(self._tokens_read),
-        }
-        if prefilled.prompt_tokens is not None:
-            self._headers[contract.HEADER_PROMPT_TOKENS] = str(prefilled.prompt_tokens)
-        if self._prefill_ms is not None:
-            self._headers[contract.HEADER_PREFILL_MS] = f"{self._prefill_ms:.0f}"
+        if self.tap is not None:
+            self.tap.prompt = prompt_ids(answer)
+        if params is not None:
+            self.router.health.saw_engine(leg, params.get(contract.REMOTE_ENGINE_ID))
+        if handle is None:
+            found = facts.outcome or Outcome.MISS
+            self.note(reuse.recompute_of(found, facts.outcome_reason, usage))
+        else:
+            self.note_readback(
+                leg, handle, reuse.readback_of(told, usage, self.seconds_left(handle))
+            )
+        if self._quiet:
+            size = 0 if self._prompt is None else self._prompt.size
+            self.router.chooser.costs.saw_prefill(facts, size, (time.perf_counter() - began) * 1000)
+        return params
 
     async def _decode(
-        self, leg: Leg, body: TurnBody, prefilled: Prefilled, in_flight: ExitStack
+        self, leg: Leg, body: TurnBody, params: Params, in_flight: ExitStack
     ) -> tuple[Leg, EngineAnswer]:
         """Decode's open answer, status 200, and the leg that gives it."""
-        payload = body.for_decode(prefilled.params)
-        settings = self._router.settings
-        streamed = bool(body.fields.get("stream"))
+        repeated = False
         while True:
+            alone = self.facts.route is Route.APPEND
+            if not alone and self._too_late():
+                params = await self._prefill_again(body)
+            self._decode_began, self._decode_span = time.perf_counter(), self.child_span()
             try:
-                answer = await self._router.engines.post(
-                    leg,
-                    PATHS[self._endpoint],
-                    payload,
-                    self._engine_headers(),
-                    total=None if streamed else settings.answer_timeout,
-                    idle=settings.stream_idle_timeout if streamed else None,
-                )
+                answer = await ask_decode(self, leg, body, params, self._decode_span, alone=alone)
+            except NotReached as failure:
+                self.router.health.mark_down(leg, failure.reason)
+                lost: Leg | None = None
+            except LegFailure as failure:
+                raise leg_error(failure) from failure
+            else:
                 if answer.status == 200:
                     return leg, answer
-                try:
-                    raw = await read_all(leg, answer)
-                finally:
-                    answer.close()
-            except NotReached as failure:
-                self._router.health.mark_down(leg, failure.reason)
-                leg = self._place_decode(None, in_flight)
-                continue
-            except LegFailure as failure:
-                raise _leg_error(failure.leg, failure) from failure
-            if answer.status >= 500:
-                raise _leg_error(leg, None)
-            raise refusal(answer.status, raw, self._secrets(prefilled.params))
+                if params is not None and not alone:
+                    self.router.pairs.failed(self.facts.prefill_leg, leg.name)
+                if repeated or not self.router.budget.take():
+                    raise leg_error(LegFailure(leg, "failed"))
+                repeated, lost = True, leg
+            leg = self.router.legs.pick_decode(avoid=lost)
+            in_flight.enter_context(leg.serving())
+            self.facts.decode_leg = leg.name
+            # What prefill kept may be gone with the failure, and another leg has no history.
+            if (alone or lost) and not body.needs_decode_alone():
+                self.sent = self.sent or lost is not None
+                self.settle_claim()
+                params = await self._prefill_again(body)
+
+    def _too_late(self) -> bool:
+        """Prefill may have freed its blocks: it keeps them until decode asks, but not for ever."""
+        return time.monotonic() - self.prefilled_at > self.settings.handover_timeout
+
+    async def _prefill_again(self, body: TurnBody) -> Params:
+        self.facts.route, self.facts.route_reason = Route.RECOMPUTE, "repeated"
+        tokens = self.facts.prompt_tokens or 0
+        return await self._prefill(body, Choice(Route.RECOMPUTE, "repeated", tokens), None)
 
     async def _relay(
-        self, leg: Leg, answer: EngineAnswer, prefilled: Prefilled
+        self, leg: Leg, answer: EngineAnswer, body: TurnBody, params: Params
     ) -> web.StreamResponse:
-        if answer.content_type == "text/event-stream":
-            return await self._relay_stream(leg, answer, prefilled)
-        return await self._relay_body(leg, answer)
-
-    async def _relay_body(self, leg: Leg, answer: EngineAnswer) -> web.Response:
+        appended = self.facts.route is Route.APPEND
+        keeper = Keeper(
+            router=self.router,
+            settings=self.settings,
+            identity=self._identity,
+            prompt=self._prompt,
+            leg=leg,
+            tap=self.tap,
+            turn=self.facts.turn,
+            appended=appended and self._prompt is not None,
+        )
+        if appended:
+            # Decode has the request: what the handle was for is done without it.
+            self.sent = True
         try:
-            raw = relay_body(await read_all(leg, answer), self._keeper(leg))
+            if answer.content_type == "text/event-stream":
+                return await self._relay_stream(leg, answer, body, params, keeper)
+            return await self._relay_body(leg, answer, keeper)
+        finally:
+            attributes = {telemetry.DECODE_LEG: leg.name}
+            self.end_span(telemetry.SPAN_DECODE, self._decode_span, self._decode_began, attributes)
+
+    async def _relay_body(self, leg: Leg, answer: EngineAnswer, keeper: Keeper) -> web.Response:
+        try:
+            raw, usage = relay_body(await answer.read(), keeper.wanted, self.tap)
         except LegFailure as failure:
-            raise _leg_error(failure.leg, failure) from failure
+            raise leg_error(failure) from failure
         except ValueError:
-            raise _leg_error(leg, None) from None
-        self._ttft_ms = (time.perf_counter() - self._started) * 1000
-        self._ending = "200"
-        return web.Response(body=raw, headers={**self._headers, "Content-Type": "application/json"})
+            raise leg_error(LegFailure(leg, "not JSON")) from None
+        if keeper.pending is not None:
+            await keeper.pending
+        self.facts.ttft_ms = self.ms()
+        self._answered(usage)
+        headers = {**self.facts.headers_now(), "Content-Type": "application/json"}
+        return web.Response(body=raw, headers=headers)
 
     async def _relay_stream(
-        self, leg: Leg, answer: EngineAnswer, prefilled: Prefilled
+        self, leg: Leg, answer: EngineAnswer, body: TurnBody, params: Params, keeper: Keeper
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={**self._headers, "Cache-Control": "no-cache"})
+        appended = self.facts.route is Route.APPEND
+        if appended:
+            self.facts.outcome = None  # Decode tells it at the end of the stream.
+        headers = {**self.facts.headers_now(), "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
         response.headers["Content-Type"] = answer.headers["content-type"]
-        secrets = self._secrets(prefilled.params)
-        relay = StreamRelay(self._router.settings.max_body_bytes, secrets, self._keeper(leg))
+        relay = StreamRelay(
+            self.settings.max_body_bytes,
+            self.secrets(params),
+            keeper.wanted,
+            tap=self.tap,
+            take_usage=appended,
+            hide_usage=appended and not body.wants_usage,
+        )
         try:
             pipe = await open_pipe(
-                self._request,
+                self.request,
                 response,
                 answer,
                 relay,
                 stall_seconds=CLIENT_STALL_SECONDS,
-                on_first=self._note_first_event,
+                on_first=self._first_event,
             )
             try:
                 await pipe.run()
-                self._ending = "200"
                 if not relay.done:
                     raise Broken(leg, "the stream ended early")
+                self._answered(relay.usage)
             except (LegFailure, sse.EventTooLarge) as failure:
                 pipe.write(self._broken_stream(leg, failure))
+            if keeper.pending is not None:
+                await keeper.pending
             await pipe.finish(response)
         except ConnectionResetError:
-            self._ending = "client_gone"
+            self.facts.ending = "client_gone"
         return response
+
+    def _first_event(self) -> None:
+        self.facts.ttft_ms = self.ms()
+        attributes = {telemetry.DECODE_LEG: self.facts.decode_leg}
+        self.end_span(telemetry.SPAN_FIRST_TOKEN, None, self._decode_began, attributes)
+        self._decode_ms = (time.perf_counter() - self._decode_began) * 1000
+
+    def _answered(self, usage: dict[str, Any]) -> None:
+        """The answer is whole."""
+        facts = self.facts
+        facts.ending = "ok"
+        if facts.route is Route.APPEND:
+            self.note(reuse.append_of(usage))
+        if self._quiet and self._decode_ms is not None:
+            self.router.chooser.costs.saw_first_token(facts, self._decode_ms)
 
     def _broken_stream(self, leg: Leg, failure: Exception) -> bytes:
         """The event that tells a client of a stream under way that it got no whole answer."""
-        self._ending = "broken_stream"
+        self.facts.ending = "broken_stream"
         reason = "its answer is too large"
         if isinstance(failure, LegFailure):
             reason = failure.reason
         message = f"The answer is incomplete: {leg.name}: {reason}."
         return sse.event_of(jsonbytes.dump(error_object(502, message, "engine_error")))
-
-    def _note_first_event(self) -> None:
-        if self._ttft_ms is None:
-            elapsed = time.perf_counter() - self._started
-            self._ttft_ms = elapsed * 1000
-            self._router.metrics.ttft_seconds.observe(elapsed)
-
-    def _keeper(self, leg: Leg) -> OnComplete | None:
-        """What keeps decode's handle for the next turn, if there can be one."""
-        key, prompt = self._key, self._prompt
-        if key is None or prompt is None:
-            return None
-
-        def keep(answer: Answer) -> None:
-            try:
-                store(answer)
-            except Exception:
-                # The client gets its answer whatever becomes of the handle.
-                log.exception("a handle could not be kept")
-
-        def store(answer: Answer) -> None:
-            params = answer.handle
-            if params is None or not _can_be_read(params) or leg.down is not None:
-                return
-            handle = Handle(
-                params=jsonbytes.dump(params),
-                leg=leg.name,
-                past=prompt.finished(answer),
-                token_proof=isinstance(params.get(contract.PD_TOKENS), dict),
-                born=self._router.handles.now(),
-            )
-            self._router.handles.put(key, handle)
-            self._router.metrics.handles_stored.inc()
-
-        return keep
-
-    def _secrets(self, params: dict[str, Any] | None) -> list[str]:
-        return [*self._router.legs.addresses, *secrets_in(params)]
-
-    def _engine_headers(self) -> dict[str, str]:
-        sent = self._request.headers
-        return {
-            name: sent[name]
-            for name in _FORWARDED_HEADERS
-            if name in sent
-            and sent[name].isascii()
-            and (name != REQUEST_ID_HEADER or safe_request_id(sent[name]))
-        }
-
-    def _log(self) -> None:
-        log.info(
-            "turn router=%s conversation=%s prefill=%s decode=%s outcome=%s "
-            "Prefill done in %sms cache %s ttft_ms=%s tokens_read=%d end=%s",
-            self._router.settings.name,
-            self._key[:12] if self._key else "-",
-            self._prefill_leg,
-            self._decode_leg,
-            self._outcome.value,
-            "-" if self._prefill_ms is None else f"{self._prefill_ms:.0f}",
-            "HIT" if self._outcome is Outcome.HIT else "MISS",
-            "-" if self._ttft_ms is None else f"{self._ttft_ms:.0f}",
-            self._tokens_read,
-            self._ending,
-        )
-
-
-class _PrefillFailed(Exception):
-    """Prefill was reached and did not do its work."""
-
-    def __init__(self, reason: str, cause: LegFailure | None = None) -> None:
-        super().__init__(reason)
-        self.cause = cause
-
-
-def _can_be_read(params: dict[str, Any]) -> bool:
-    """Decode holds blocks and lets prefill read them."""
-    blocks = params.get(contract.REMOTE_BLOCK_IDS)
-    return params.get(contract.DO_REMOTE_DECODE) is True and bool(blocks)
-
-
-def _leg_error(leg: Leg, failure: LegFailure | None) -> TurnError:
-    """The client's error for a leg that was reached and did not answer well."""
-    if isinstance(failure, TimedOut):
-        return TurnError(504, f"{leg.name} did not answer in time.", "timeout")
-    if isinstance(failure, Broken):
-        return unavailable(f"{leg.name} is not reachable: {failure.reason}.")
-    return TurnError(502, f"{leg.name} failed to answer.", "engine_error")

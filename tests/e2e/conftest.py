@@ -154,3 +154,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     yield deployment
     deployment.client.close()
     deployment.pdctl("down", deployment.name, "--grace", "10")
+
+
+from .pair import pair, receiver  # noqa: E402, F401

@@ -18,6 +18,7 @@ def shared_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
         [prefill],
         [decode],
         readback_timeout=1,
+        pair_pause=0.001,
         conversation_headers=["X-My-Chat"],
         max_body_bytes=1_000_000,
     )

@@ -120,10 +120,12 @@ class Router:
         return self.http.get(self.url + path)
 
     def metric(self, name: str, **labels: str) -> float:
-        text = ",".join(f'{k}="{v}"' for k, v in labels.items())
-        sample = f"{name}{{{text}}}" if labels else name
-        found = re.search(rf"^{re.escape(sample)} (\S+)$", self.get("/metrics").text, re.M)
-        return float(found.group(1)) if found else 0.0
+        """A metric's value, added up over the labels that are not given."""
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        lines = re.findall(
+            rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", self.get("/metrics").text, re.M
+        )
+        return sum(float(value) for text, value in lines if wanted <= set(text.split(",")))
 
     @property
     def log(self) -> str:
@@ -132,6 +134,14 @@ class Router:
     @property
     def engines(self) -> list[FakeEngine]:
         return [*self.prefill, *self.decode]
+
+    def wait_released(self, turns: set[str]) -> None:
+        """Wait until decode has been told to release these turns."""
+
+        def told() -> bool:
+            return turns <= {turn for engine in self.decode for turn in engine.released_turns}
+
+        wait_for(told, f"{turns} are released")
 
     def reset(self) -> None:
         for engine in self.engines:
@@ -158,13 +168,16 @@ def launch(
     prefill: list[FakeEngine],
     decode: list[FakeEngine],
     host: str = "127.0.0.1",
+    prefix_caching: bool = True,
+    leg_bidirectional: bool = True,
     **settings: Any,
 ) -> Router:
     """A router process; ``settings`` are keys of its config file."""
     port = free_port(host)
-    config = {"name": "router-0", "host": host, "port": port} | settings
+    config = {"name": "router-0", "host": host, "port": port, "route": "readback"} | settings
     for role, engines in (("prefill", prefill), ("decode", decode)):
-        leg = {"prefix_caching": role == "decode"}
+        leg = {"prefix_caching": role == "decode" and prefix_caching}
+        leg["bidirectional"] = leg_bidirectional or role == "decode"
         config[role] = {f"{role}-{n}": leg | {"url": e.url} for n, e in enumerate(engines)}
     number = next(numbers)
     config_path, log_path = folder / f"router-{number}.json", folder / f"router-{number}.log"

@@ -58,9 +58,22 @@ def test_a_prefill_without_a_handle_that_hangs_is_a_504(start_router: StartRoute
     assert "prefill-0" in answer.json["error"]["message"]
 
 
+def test_a_decode_error_is_repeated_from_prefill_on(
+    router: Router, conversation: str, stream: bool
+) -> None:
+    chat = Chat(router, conversation, stream)
+    chat.say("Hello")
+    router.decode[0].faults.append(500)
+    assert chat.say("Again").status == 200
+    first, second = router.prefill[0].requests[-2:]
+    assert first["kv_transfer_params"]["remote_block_ids"]
+    assert second["kv_transfer_params"]["remote_block_ids"] is None
+    assert chat.say("More").outcome == "hit"
+
+
 def test_decode_errors_are_a_clean_502(router: Router, conversation: str, stream: bool) -> None:
     chat = Chat(router, conversation, stream)
-    router.decode[0].faults.append(500)
+    router.decode[0].faults.extend([500, 500])
     answer = chat.say("Hello")
     assert (answer.status, answer.json["error"]["type"]) == (502, "engine_error")
     assert chat.say("Hello").outcome == "miss"

@@ -11,7 +11,7 @@ import pytest
 from router_rig import Chat, Router, StartRouter, launch, wait_for
 
 from fake_engine import FakeEngine, Script
-from pd_connector import contract
+from pd_connector import telemetry
 from pd_connector.contract import Outcome
 from pd_router.__main__ import main
 
@@ -20,6 +20,7 @@ def test_a_stream_is_passed_on_byte_for_byte_but_for_the_handle(
     router: Router, conversation: str
 ) -> None:
     text = 'Grüße \U0001f600 and "quotes"'
+    router.decode[0].report_usage_details = False
     router.decode[0].scripts.extend([Script(content=text), Script(content=text)])
     body = Chat(router, conversation).body("Hi", stream_options={"include_usage": True})
     through = router.post(body)
@@ -205,15 +206,17 @@ def test_health_names_the_legs(router: Router) -> None:
     assert health.json()["legs"][0]["reason"] == "/health answered 503"
 
 
-def test_metrics_carry_the_contracts_names(router: Router, conversation: str) -> None:
+def test_metrics_carry_the_names_of_telemetry(router: Router, conversation: str) -> None:
     Chat(router, conversation).say("Hello")
     text = router.get("/metrics").text
-    names = [getattr(contract, name) for name in dir(contract) if name.startswith("ROUTER_")]
-    assert [name for name in names if f"# HELP {name} " not in text] == []
+    router_metrics = [m for m in telemetry.METRICS if m.name.startswith("pd_router_")]
+    assert [m.name for m in router_metrics if f"# HELP {m.name} {m.text}" not in text] == []
     for outcome in Outcome:
-        assert f'{contract.ROUTER_TURNS}{{outcome="{outcome.value}"}}' in text
-    assert router.metric(contract.ROUTER_TTFT_SECONDS + "_count") > 0
-    assert router.metric(contract.ROUTER_PREFILL_SECONDS + "_count") > 0
+        assert f'{telemetry.ROUTER_TURNS.name}{{outcome="{outcome.value}",route=' in text
+    assert router.metric(telemetry.ROUTER_TTFT.name + "_count", outcome="miss") > 0
+    assert router.metric(telemetry.ROUTER_PREFILL.name + "_count", leg="prefill-0") > 0
+    assert router.metric(telemetry.ROUTER_INFO.name, reuse_proof="connector") == 1
+    assert router.metric(telemetry.ROUTER_REQUESTS.name, path="/v1/chat/completions") > 0
 
 
 def test_a_turn_is_one_line_of_the_log(start_router: StartRouter) -> None:
@@ -228,7 +231,8 @@ def test_a_turn_is_one_line_of_the_log(start_router: StartRouter) -> None:
     for line, outcome, cache in zip(lines, ("miss", "hit"), ("MISS", "HIT"), strict=True):
         for part in ("router=router-0", "prefill=prefill-0", "decode=decode-0"):
             assert part in line
-        assert f"outcome={outcome} Prefill done in " in line
+        assert f" outcome={outcome} " in line
+        assert " Prefill done in " in line
         assert f"ms cache {cache} ttft_ms=" in line
 
 

@@ -63,11 +63,25 @@ def test_a_header_names_the_conversation(router: Router, conversation: str, head
     assert router.post(chat.body("Again"), **headers).outcome == "hit"
 
 
-def test_without_a_conversation_there_is_no_reuse(router: Router, stream: bool) -> None:
+def test_the_history_names_a_conversation_that_has_no_id(
+    router: Router, conversation: str, stream: bool
+) -> None:
     chat = Chat(router, None, stream)
-    stored = router.metric("pd_router_handles_stored_total")
-    assert [chat.say("Hello").outcome, chat.say("Again").outcome] == ["miss", "miss"]
-    assert router.metric("pd_router_handles_stored_total") == stored
+    assert chat.say(f"Hello {conversation}").outcome == "miss"
+    branch = Chat(router, None, stream, messages=list(chat.messages))
+    assert [chat.say("Again").outcome, chat.say("More").outcome] == ["hit", "hit"]
+    # The first turn's handle is used up; nobody gets it a second time.
+    assert branch.say("Another way").outcome == "miss"
+    assert branch.say("And on").outcome == "hit"
+    other = Chat(router, None, stream, key="Bearer other", messages=list(chat.messages))
+    assert other.say("Mine").outcome == "miss"
+
+
+def test_a_text_names_its_conversation_too(router: Router, conversation: str) -> None:
+    body = {"model": "fake", "prompt": f"{conversation} " + "Once upon a time " * 200}
+    first = router.post(body, "/v1/completions")
+    body["prompt"] += first.text + " and on"
+    assert router.post(body, "/v1/completions").outcome == "hit"
 
 
 def test_an_edited_history_is_recomputed(router: Router, conversation: str) -> None:
@@ -210,16 +224,17 @@ def test_tool_calls_with_other_arguments_are_recomputed(router: Router, conversa
     assert chat.say("And tomorrow?").outcome == "history_changed"
 
 
-def test_reasoning_that_the_template_drops_is_recomputed(
+def test_of_a_turn_whose_reasoning_the_template_drops_the_rest_is_read(
     router: Router, conversation: str, stream: bool
 ) -> None:
     chat = Chat(router, conversation, stream)
     router.decode[0].scripts.append(Script(content="42", reasoning="6 times 7"))
     chat.say("How much?")
     answer = chat.say("Sure?")
-    # The handle went out, and the engine saw that the tokens differ.
-    assert router.prefill[0].requests[-1]["kv_transfer_params"]["remote_block_ids"]
-    assert (answer.outcome, answer.tokens_read) == ("history_changed", 0)
+    # The handle went out, and the engine saw where the tokens part.
+    sent = router.prefill[0].requests[-1]["kv_transfer_params"]
+    assert answer.outcome == "hit"
+    assert 0 < answer.tokens_read < sent["remote_num_tokens"]
 
 
 def tool_script() -> Script:
@@ -253,7 +268,7 @@ def test_requests_that_two_legs_cannot_share_go_to_decode_alone(
     chat = Chat(router, conversation, stream)
     chat.say("Hello")
     answer = router.post(chat.body("Again", **fields))
-    assert (answer.status, answer.outcome) == (200, "miss")
+    assert (answer.status, answer.headers["x-pd-route"]) == (200, "append")
     assert "kv_transfer_params" not in router.decode[0].requests[-1]
     assert len(router.prefill[0].requests) == 1
     if "n" in fields:
@@ -297,8 +312,8 @@ def test_several_prompts_go_to_decode_alone(router: Router, conversation: str) -
 
 
 def stock_router(start_router: StartRouter, **settings: Any) -> Router:
-    """A router of a deployment without the connector."""
-    router = start_router(connector="stock", **settings)
+    """A router of a deployment without the connector, where equal messages are trusted."""
+    router = start_router(**{"connector": "stock", "reuse_proof": "messages"} | settings)
     for engine in router.engines:
         engine.stock = True
     return router

@@ -68,8 +68,12 @@ def stream_turn(
     messages: Messages,
     answer_tokens: int,
     conversation: str,
+    route: contract.Route | None = None,
 ) -> Turn:
     """Send one turn through the router and read its stream to the end.
+
+    Args:
+        route: RECOMPUTE or READBACK pins this turn's route; None leaves it to the router.
 
     Raises:
         PdctlError: no answer, an error answer, an error in the stream, or a broken stream.
@@ -79,11 +83,14 @@ def stream_turn(
         "stream_options": {"include_usage": True},
         contract.CONVERSATION_ID: conversation,
     }
+    headers_sent = {} if route is None else {contract.HEADER_ROUTE: route.value}
     begin = time.perf_counter()
     first = None
     text, finish_reason, done, tokens = "", None, False, 0
     try:
-        with client.stream("POST", f"{router_url}/v1/chat/completions", json=body) as response:
+        with client.stream(
+            "POST", f"{router_url}/v1/chat/completions", json=body, headers=headers_sent
+        ) as response:
             if response.status_code != 200:
                 response.read()
                 raise PdctlError(f"the router answers {response.status_code}: {_reason(response)}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from pd_connector.contract import Route
 from pdctl.conversation import Messages, Turn, new_client, plain_answer, stream_turn, turn_text
 from pdctl.counters import EngineCounters, engine_counters, settled
 from pdctl.plan import Deployment
@@ -97,6 +98,7 @@ def hold_conversation(
                 messages,
                 benchmark.answer_tokens,
                 conversation,
+                Route.READBACK,
             )
             counted = _counted(client, prefill, before, turn)
             say(f"turn {number}: {turn.outcome}, first token after {turn.ttft_ms:.0f} ms")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from pd_connector import contract
+from pd_connector import contract, telemetry
 from pdctl.conversation import Messages, Turn, new_client, plain_answer, stream_turn, turn_text
 from pdctl.counters import NOTHING, EngineCounters, engine_counters, router_counter, settled
 from pdctl.errors import PdctlError
@@ -76,6 +76,7 @@ class _Run:
                 self.messages,
                 benchmark.answer_tokens,
                 self.conversation,
+                contract.Route.READBACK,
             )
         except PdctlError as error:
             self.check(name, False, "", str(error))
@@ -86,7 +87,7 @@ class _Run:
 
     def handle_kept(self, stored_before: int) -> None:
         stored = settled(
-            lambda: router_counter(self.client, self.router, contract.ROUTER_HANDLES_STORED),
+            lambda: router_counter(self.client, self.router, telemetry.ROUTER_HANDLES_STORED.name),
             lambda stored: stored > stored_before,
         )
         self.check(
@@ -103,7 +104,7 @@ class _Run:
         )
 
     def handle_sent(self, turn: Turn, sent_before: int) -> None:
-        sent = router_counter(self.client, self.router, contract.ROUTER_HANDLES_SENT)
+        sent = router_counter(self.client, self.router, telemetry.ROUTER_HANDLES_SENT.name)
         self.check(
             "the router sent it to prefill",
             sent > sent_before,
@@ -182,8 +183,8 @@ def verify(spec: Spec, deployment: Deployment, report: Report) -> Verification:
 
 def _steps(run: _Run) -> None:
     run.legs()
-    stored = router_counter(run.client, run.router, contract.ROUTER_HANDLES_STORED)
-    sent = router_counter(run.client, run.router, contract.ROUTER_HANDLES_SENT)
+    stored = router_counter(run.client, run.router, telemetry.ROUTER_HANDLES_STORED.name)
+    sent = router_counter(run.client, run.router, telemetry.ROUTER_HANDLES_SENT.name)
 
     def gain_since(start: EngineCounters) -> EngineCounters:
         return engine_counters(run.client, run.prefill) - start

@@ -36,6 +36,8 @@ def expects_readback(arm: dict[str, Any]) -> bool | None:
     """Whether an arm's later turns have to read decode's blocks; None when it does not say."""
     if arm.get("route") is not None:
         return bool(arm["route"] == Route.READBACK.value)
+    if arm.get("bidirectional") and not arm.get("asks"):
+        return None
     if arm.get("bidirectional") is not None:
         return bool(arm["bidirectional"])
     return {"on": True, "off": False}.get(arm["name"])
@@ -44,7 +46,7 @@ def expects_readback(arm: dict[str, Any]) -> bool | None:
 def evidence(run: Run) -> list[Check]:
     """Every check that applies to the run's arms."""
     if len(run.arms) < 2:
-        return [_errors(run), *_cold(run)]
+        return [_legs(run), *_cold(run), _errors(run)]
     return [
         _complete(run),
         _load(run),

@@ -114,7 +114,7 @@ class DeploymentPlace:
         deployment = plan(spec_of(self._spec, arm), self._base)
         before = self._running
         if deployment != before:
-            if not (self._attach and before is None and arm.route is None):
+            if not (self._attach and before is None and arm.bidirectional is None):
                 self._bring_up(deployment)
             self._running = deployment
         fresh = before is None or before.engines != deployment.engines
@@ -122,13 +122,13 @@ class DeploymentPlace:
 
     def _site(self, deployment: Deployment, arm: Arm) -> Site:
         legs = [EngineLeg(leg.name, leg.role, leg.url) for leg in deployment.engines]
-        recompute = arm.by_client and arm.route == "recompute"
         target = Target(
-            deployment.router.url, deployment.served_name, name_conversation=not recompute
+            deployment.router.url,
+            deployment.served_name,
+            name_conversation=arm.names,
+            route=arm.asks,
         )
-        append = arm.by_client and arm.route == "append"
-        decode = deployment.role("decode")[0].url
-        return Site(target, legs, decode if append else None)
+        return Site(target, legs)
 
     def logs(self) -> dict[str, tuple[str, str]]:
         if self._running is None:
@@ -178,6 +178,7 @@ class Runner:
         self._exact = True
         self._said_at = 0.0
         self._warm: set[str] = set()
+        self._tokenizers: dict[str, Tokenizer] = {}
 
     def go(self, settings: dict[str, Any]) -> None:
         """Run what is not yet done.
@@ -213,7 +214,7 @@ class Runner:
     def _all(self, todo: list[tuple[Arm, int]], settings: dict[str, Any]) -> str:
         described = False
         for place, (arm, repeat) in enumerate(todo):
-            if self._too_late(arm):
+            if self._too_late(todo[place:]):
                 self._say("stopping here: the next repeat would not end before the deadline")
                 return "deadline"
             begin = time.monotonic()
@@ -225,12 +226,16 @@ class Runner:
             if not described:
                 self._out.write_environment(environment(site.engines))
                 described = True
-            tokenizer = self._await(self._tokenizer(site))
+            if fresh or site.target.url not in self._tokenizers:
+                self._tokenizers[site.target.url] = self._await(self._tokenizer(site))
+            tokenizer = self._tokenizers[site.target.url]
             self._exact = tokenizer.exact
             if fresh and self._options.age:
                 self._age(site, tokenizer, arm)
+            begin = time.monotonic()
             self._warm_up(arm, repeat, site, tokenizer)
             self._stretch(arm, repeat, site, tokenizer)
+            self._took.setdefault(arm.name, []).append(time.monotonic() - begin)
             left = self._left(todo[place + 1 :])
             self._say(
                 f"{arm.name}: repeat {repeat} of {self._options.repeats} done"
@@ -243,7 +248,7 @@ class Runner:
         what a restarted router needs."""
         conversations = self._options.workload.warmup
         if arm.name in self._warm:
-            if arm.route is None:
+            if arm.pin is None:
                 return
             first = conversations[0]
             conversations = (Conversation(first.id, first.turns[:2]),)
@@ -254,7 +259,6 @@ class Runner:
 
     def _stretch(self, arm: Arm, repeat: int, site: Site, tokenizer: Tokenizer) -> None:
         options = self._options
-        begin = time.monotonic()
         per_turn = options.workload.load.concurrency == 1 and bool(site.engines)
         seed = f"{options.seed}-{repeat}"
         salt = f"{seed}-{arm.name}" if options.salt else None
@@ -272,7 +276,6 @@ class Runner:
         }
         self._keep_transfers(arm, repeat, logs)
         self._out.add_block(Block(arm.name, repeat, started_at, time.time(), before, after, legs))
-        self._took.setdefault(arm.name, []).append(time.monotonic() - begin)
 
     def _offer(
         self, site: Site, tokenizer: Tokenizer, stretch: Stretch, conversations: Any
@@ -352,12 +355,23 @@ class Runner:
     def _await(self, work: Any) -> Any:
         return self._loop.run_until_complete(work)
 
-    def _too_late(self, arm: Arm) -> bool:
+    def _too_late(self, todo: list[tuple[Arm, int]]) -> bool:
+        """Whether what follows would outlast the deadline: the next repeat of the next arm, or of
+        every arm where they alternate, since one without the others is of no use."""
         if self._options.deadline_s is None:
             return False
-        took = self._took.get(arm.name) or [max(each) for each in self._took.values()]
-        wanted = max(took, default=0.0) * 1.1
+        arm, repeat = todo[0]
+        wanted = self._expected(arm)
+        for other, number in todo[1:]:
+            if number != repeat:
+                break
+            wanted += self._expected(other)
         return time.monotonic() - self._began + wanted > self._options.deadline_s
+
+    def _expected(self, arm: Arm) -> float:
+        """Seconds, by the longest so far; nothing is known before the first."""
+        took = self._took.get(arm.name) or [each for times in self._took.values() for each in times]
+        return max(took, default=0.0) * 1.1
 
     def _left(self, todo: list[tuple[Arm, int]]) -> float:
         """Seconds that the rest takes, by what its like took so far."""
@@ -370,7 +384,8 @@ class Runner:
             for arm, _ in todo
         )
         names = [arm.name for arm, _ in todo if arm.name not in self._took]
-        restarts = len({*names}) if any(arm.route is None for arm, _ in todo) else 0
+        restart = len({arm.bidirectional for arm in self._options.arms}) > 1
+        restarts = len({*names}) if restart else 0
         start = sum(self._starts) / len(self._starts) if self._starts else 0.0
         return took + restarts * start
 

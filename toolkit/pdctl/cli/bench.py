@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pdctl.bench.records import load_run
+from pdctl.bench.compare import one_run
 from pdctl.bench.report.data import result_of
 from pdctl.bench.report.export import as_data
 from pdctl.bench.report.text import as_text
@@ -71,7 +71,7 @@ from pdctl.cli.progress import Progress
 @click.option(
     "--arms",
     default=None,
-    help="What to compare: on,off or recompute,readback,append.  [default: on,off]",
+    help="What to compare: off,on, or of recompute,readback,append,auto.  [default: off,on]",
 )
 @click.option("--repeats", type=click.IntRange(1), help="[default: 5]")
 @click.option(
@@ -197,7 +197,7 @@ def command(**given: Any) -> None:
             run_other_client(asked, folder, progress.say)
         else:
             run_own_client(asked, folder, progress)
-    run = load_run(folder)
+    run = one_run([folder])
     if asked.stats_json_output:
         write_stats(run, str(asked.stats_json_output))
     result = result_of(run)
@@ -206,7 +206,7 @@ def command(**given: Any) -> None:
     else:
         click.echo(as_text(result))
         click.echo(f"run: {folder} (pdctl report {folder} -o html)")
-    sys.exit(0 if result.comparable or len(run.arms) == 1 else 1)
+    sys.exit(result.code)
 
 
 def _run_name(spec: Path | None) -> str:

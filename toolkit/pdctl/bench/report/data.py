@@ -18,7 +18,7 @@ MANY_DESCRIPTORS = 500
 by the link. Few descriptors posted slowly mean that posting itself copies, as between processes
 of one host without a GPU."""
 
-NEAR = 0.2
+NEAR = 0.15
 """A measured prompt length stands beside one of the article's when it differs by less."""
 
 
@@ -93,6 +93,12 @@ class Result:
         return len(self.arms) > 1 and not self.problems
 
     @property
+    def code(self) -> int:
+        """Exit code: 1 when a check fails, or when a comparison was asked for and does not hold."""
+        failed = any(check.ok is False for check in self.checks)
+        return int(failed or (len(self.arms) > 1 and not self.comparable))
+
+    @property
     def problems(self) -> list[str]:
         return problems(self.checks)
 
@@ -117,7 +123,7 @@ def result_of(run: Run) -> Result:
     later = [row for row in run.measured() if row.turn > 1 and row.error is None]
     by_length = _groups(later, _length_key, arms, base, valid)
     every = [row for row in run.measured() if row.error is None]
-    by_turn = _groups(every, lambda row: (f"turn {row.turn}", row.turn), arms, base, valid)
+    by_turn = _groups(every, lambda row: (f"turn {row.turn}", row.turn), arms, base, False)
     outcomes = {
         arm: Counter(
             "error" if row.error else row.outcome or row.route or "not told"
