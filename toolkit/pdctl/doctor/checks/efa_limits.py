@@ -67,7 +67,8 @@ GPU_REGISTRATION = Pattern(
         "gdr_pin_buffer failed",
         "get_dmabuf_fd",
     ),
-    r"(?:register MR|fi_mr_reg\w*|ibv_reg_\w*mr\w*).{0,400}(?:Bad address|EFAULT|Operation not supported"
+    r"(?:register MR|fi_mr_reg\w*|ibv_reg_\w*mr\w*).{0,400}"
+    r"(?:Bad address|EFAULT|Operation not supported"
     r"|Invalid argument)|register handle for GPU memory|get_dmabuf_fd.{0,400}fail",
 )
 

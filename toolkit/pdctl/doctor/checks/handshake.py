@@ -32,7 +32,8 @@ NO_ANSWER = Pattern(
     r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400})?(?:zmq\.error\.Again|handshake timed out"
     r"|(?i:side[ -]channel.{0,400}(?:refused|timed? ?out|unreachable|no route))"
     r"|(?P<alone>KVPoll\.Bootstrapping"
-    r"|(?i:bootstrap (?:server|failed|connection)\b.{0,400}(?:timed out|refused|failed to connect)))"
+    r"|(?i:bootstrap (?:server|failed|connection)\b.{0,400}"
+    r"(?:timed out|refused|failed to connect)))"
     r"|(?P<name>Name or service not known|Temporary failure in name resolution))",
 )
 LISTENING = Pattern(

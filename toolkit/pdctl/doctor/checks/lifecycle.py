@@ -22,7 +22,8 @@ from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Patter
 STALE_QUEUE_PAIR = Pattern(
     "stale-queue-pair",
     ("mlx5dv_devx_obj_modify", "Remote I/O error", "ucp_ep_rkey_unpack", "rkey_unpack"),
-    r"mlx5dv_devx_obj_modify\(.{0,400}\) failed|UCX\s+ERROR.{0,400}Remote I/O error|ucp_ep_rkey_unpack",
+    r"mlx5dv_devx_obj_modify\(.{0,400}\) failed|UCX\s+ERROR.{0,400}"
+    r"Remote I/O error|ucp_ep_rkey_unpack",
 )
 SHUTDOWN = Pattern(
     "engine-shutdown",

@@ -32,7 +32,8 @@ UNDECODABLE = Pattern(
 EXPIRED_RELEASE = Pattern(
     "expired-release",
     ("Releasing expired KV blocks",),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400})?Releasing expired KV blocks for request (?P<request>\S+) "
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400}"
+    r")?Releasing expired KV blocks for request (?P<request>\S+) "
     r"which were retrieved by (?P<readers>\d+) ",
 )
 UNRECOGNISED_READ = Pattern(

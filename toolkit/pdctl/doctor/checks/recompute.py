@@ -48,7 +48,8 @@ RESULT_MISSING = Pattern(
 STATISTICS = Pattern(
     "engine-statistics",
     ("External prefix cache hit rate",),
-    r"Avg prompt throughput: (?P<prompt>[\d.]+).{0,400}Prefix cache hit rate: (?P<local>[\d.]+)%.{0,400}"
+    r"Avg prompt throughput: (?P<prompt>[\d.]+).{0,400}"
+    r"Prefix cache hit rate: (?P<local>[\d.]+)%.{0,400}"
     r"External prefix cache hit rate: (?P<external>[\d.]+)%",
 )
 SUCCESS = "vllm:request_success_total"

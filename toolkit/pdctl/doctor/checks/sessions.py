@@ -26,8 +26,10 @@ SESSION = Pattern(
 STICKY_SKIPPED = Pattern(
     "stickiness-skipped",
     ("ticky", "ffinity", "STICKY", "AFFINITY"),
-    r"(?i)(?:sticky|affinity)\b.{0,400}(?:not supported|unsupported|bypass|ignor|skip|disabled|no effect)"
-    r".{0,400}(?:PD\b|P/D|disaggregat|prefill)|(?:PD\b|P/D|disaggregat|prefill).{0,400}(?:not supported|"
+    r"(?i)(?:sticky|affinity)\b.{0,400}"
+    r"(?:not supported|unsupported|bypass|ignor|skip|disabled|no effect)"
+    r".{0,400}(?:PD\b|P/D|disaggregat|prefill)|(?:PD\b|P/D|disaggregat|prefill).{0,400}"
+    r"(?:not supported|"
     r"unsupported|bypass|ignor|skip|disabled).{0,400}(?:sticky|affinity)"
     r"|(?:sticky|affinity).{0,400}(?:PD\b|P/D|disaggregat).{0,400}(?:bypass|ignor|skip)"
     r"|(?:sticky|affinity)\w* (?:ignored|bypassed|skipped):.{0,400}(?:prefill|disaggregat)",

@@ -31,7 +31,8 @@ PEER_DOWN = Pattern(
         "CrashLoopBackOff",
         "EngineDeadError",
     ),
-    r"(?i)(?:decode\S*.{0,400}(?:connect\w* ?error|connection refused|unreachable|no healthy|OOMKilled|"
+    r"(?i)(?:decode\S*.{0,400}"
+    r"(?:connect\w* ?error|connection refused|unreachable|no healthy|OOMKilled|"
     r"CrashLoop|Error\s))|(?:connect\w* ?error|refused|no healthy upstream).{0,400}decode",
 )
 

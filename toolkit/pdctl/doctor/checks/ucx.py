@@ -49,7 +49,8 @@ BAD_PATH = Pattern(
         "Endpoint is not connected",
     ),
     r"(?i)retry count(?:er)? exceeded|endpoint timeout|ibv_create_ah.{0,400}failed|"
-    r"failed to modify to RTR|connect\(.{0,400}dest_addr=.{0,400}failed|UCX.{0,400}Endpoint is not connected",
+    r"failed to modify to RTR|connect\(.{0,400}dest_addr=.{0,400}"
+    r"failed|UCX.{0,400}Endpoint is not connected",
 )
 
 _CONTAINER_BRIDGE = re.compile(r"tcp/(docker\d|br-|virbr|cni\d|flannel|cali|veth|podman)")
