@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 
 from pd_connector import telemetry
@@ -91,3 +92,11 @@ def test_vllm_s_names_survive_openmetrics(watched: Watched) -> None:
     names = watched.prometheus.names()
     assert any(name.startswith("vllm:") for name in names)
     assert not any(name.startswith("vllm_") for name in names)
+
+
+def test_prometheus_serves_the_playbooks(watched: Watched) -> None:
+    for rule in watched.prometheus.rules():
+        if rule["type"] == "alerting":
+            page = httpx.get(rule["annotations"]["runbook_url"], trust_env=False)
+            assert page.status_code == 200
+            assert "<h1>" in page.text
