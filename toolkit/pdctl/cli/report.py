@@ -35,22 +35,21 @@ from pdctl.errors import PdctlError
 def command(runs: tuple[Path, ...], output: str, file: Path | None) -> None:
     """Show what a run found, or several one-armed runs (of equal load) against each other.
 
-    Exit code 1 when the evidence does not carry a comparison.
+    Exit code 1 when a check fails or the evidence does not carry the comparison.
     """
     run = one_run(runs)
     result = result_of(run)
-    code = 0 if result.comparable or len(run.arms) == 1 else 1
     if output == "png":
         from pdctl.bench.report.png import write_png  # noqa: PLC0415
 
         path = file or runs[0] / "report.png"
         write_png(result, path)
         click.echo(str(path))
-        sys.exit(code)
+        sys.exit(result.code)
     if output == "stats":
         for path in write_stats(run, str(file or runs[0] / "stats-{arm}.json")):
             click.echo(str(path))
-        sys.exit(code)
+        sys.exit(result.code)
     text = {
         "text": as_text,
         "html": as_html,
@@ -68,4 +67,4 @@ def command(runs: tuple[Path, ...], output: str, file: Path | None) -> None:
         except OSError as error:
             raise PdctlError(f"{file}: {error.strerror}", 2) from None
         click.echo(str(file))
-    sys.exit(code)
+    sys.exit(result.code)

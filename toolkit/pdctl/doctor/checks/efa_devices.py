@@ -351,9 +351,7 @@ CHECKS = (
             "PD1004",
             "PD1009",
             "PD1015",
-            "PD1060",
             "PD1061",
-            "PD1064",
             "PD2005",
             "PD2009",
             "PD6502",
@@ -368,7 +366,7 @@ CHECKS = (
         _foreign,
         needs=("log|commands",),
         patterns=(CANNOT_OPEN_DEVICE,),
-        explains=("PD1001", "PD1004", "PD1005", "PD1009", "PD1015", "PD1060", "PD1061", "PD2009"),
+        explains=("PD1001", "PD1004", "PD1005", "PD1009", "PD1015", "PD1061", "PD2009"),
     ),
     Check(
         "PD1003",
@@ -398,7 +396,7 @@ CHECKS = (
         _libfabric_tcp,
         needs=("log|commands|settings",),
         patterns=(TCP_RAIL, BACKEND_CREATED, NO_NETWORK_DEVICES, *LOG_SETTINGS),
-        explains=("PD1001", "PD1004", "PD1009", "PD1014", "PD1060", "PD1064", "PD2005", "PD2009"),
+        explains=("PD1001", "PD1004", "PD1009", "PD1014", "PD2005", "PD2009"),
     ),
     Check(
         "PD1014",

@@ -268,7 +268,7 @@ CHECKS = (
         _memlock,
         needs=("log|commands",),
         patterns=(CANNOT_LOCK, REGISTRATION_NO_MEMORY),
-        explains=("PD1015", "PD1065", "PD2009", "PD7001"),
+        explains=("PD1015", "PD2009", "PD7001"),
     ),
     Check(
         "PD1009",
@@ -279,7 +279,7 @@ CHECKS = (
         _gpu_memory,
         needs=("log|commands",),
         patterns=(NO_HMEM, GPU_REGISTRATION, *LOG_SETTINGS),
-        explains=("PD1015", "PD1064", "PD2009"),
+        explains=("PD1015", "PD2009"),
     ),
     Check(
         "PD7001",

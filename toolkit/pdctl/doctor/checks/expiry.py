@@ -261,7 +261,7 @@ CHECKS = (
         _next_turn_too_late,
         needs=("log|metrics",),
         patterns=(DECLINED, LOAD_FAILURE_FAILS, *LOG_SETTINGS),
-        explains=("PD4003", "PD4004", "PD4060", "PD4061", "PD4562", "PD6507", "PD2009"),
+        explains=("PD4003", "PD4004", "PD4060", "PD6507", "PD2009"),
     ),
     Check(
         "PD4003",
@@ -272,7 +272,7 @@ CHECKS = (
         _router_ttl,
         needs=("config|metrics",),
         patterns=LOG_SETTINGS,
-        premises=("PD4061",),
+        premises=(),
     ),
     Check(
         "PD4004",

@@ -441,7 +441,7 @@ CHECKS = (
         _local_host,
         needs=("log|env|config|http",),
         patterns=(ENGINE_ID_MISMATCH, TRANSFER_FAILURE, CONTEXT_HOST, OWN_ID, *LOG_SETTINGS),
-        explains=("PD2003", "PD2005", "PD2007", "PD2009", "PD2061", "PD4501", "PD4511", "PD6507"),
+        explains=("PD2003", "PD2005", "PD2007", "PD2009", "PD4501", "PD4511", "PD6507"),
     ),
     Check(
         "PD2002",
@@ -486,7 +486,7 @@ CHECKS = (
         needs=("log|commands",),
         patterns=(NO_ANSWER, TRANSFER_FAILURE, LISTENING),
         premises=("PD2010", "PD2011"),
-        explains=("PD2009", "PD2061"),
+        explains=("PD2009",),
     ),
     Check(
         "PD2006",
@@ -542,7 +542,7 @@ CHECKS = (
         _foreign_address,
         needs=("log|commands",),
         patterns=(NOT_MY_ADDRESS, *LOG_SETTINGS),
-        explains=("PD2005", "PD2009", "PD2060", "PD8505", "PD8560"),
+        explains=("PD2005", "PD2009", "PD8505", "PD8560"),
     ),
     Check(
         "PD8504",

@@ -479,8 +479,8 @@ CHECKS = (
         _one_sided,
         needs=("config|log|settings",),
         patterns=LOG_SETTINGS,
-        premises=("PD3060",),
-        explains=("PD4511", "PD5007", "PD6001", "PD5501", "PD4562", "PD5560"),
+        premises=(),
+        explains=("PD4511", "PD5007", "PD6001", "PD5501"),
     ),
     Check(
         "PD3008",

@@ -571,8 +571,8 @@ CHECKS = (
         _threshold_too_high,
         needs=("config|metrics|log",),
         patterns=LOG_SETTINGS,
-        premises=("PD4560",),
-        explains=("PD4511", "PD4562"),
+        premises=(),
+        explains=("PD4511",),
     ),
     Check(
         "PD4510",

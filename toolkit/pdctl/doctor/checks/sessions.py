@@ -325,7 +325,7 @@ CHECKS = (
         _no_session,
         needs=("log|http|metrics",),
         patterns=(NO_SESSION, SESSION),
-        explains=("PD4562", "PD5504", "PD5560"),
+        explains=("PD5504",),
     ),
     Check(
         "PD5502",

@@ -147,7 +147,7 @@ CHECKS = (
         _no_handle,
         needs=("http|log",),
         patterns=(NO_PARAMS_IN_STREAM, *LOG_SETTINGS),
-        premises=("PD6003", "PD6060"),
+        premises=("PD6003",),
         explains=("PD4511",),
     ),
     Check(
@@ -169,7 +169,7 @@ CHECKS = (
         _plugin,
         needs=("log|env",),
         patterns=(PLUGIN_ACTIVE, PLUGIN_INACTIVE, PLUGIN_ENGINE, *LOG_SETTINGS),
-        premises=("PD6060",),
-        explains=("PD5501", "PD5560", "PD4511", "PD4562"),
+        premises=(),
+        explains=("PD5501", "PD4511"),
     ),
 )

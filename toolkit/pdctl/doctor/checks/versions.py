@@ -371,7 +371,7 @@ CHECKS = (
         needs=("log|commands",),
         patterns=(MISSING_LIBRARY, BACKEND_UNSUPPORTED, *LOG_SETTINGS),
         premises=("PD6503",),
-        explains=("PD1015", "PD2006", "PD2009", "PD6508", "PD6560", "PD8505"),
+        explains=("PD1015", "PD2006", "PD2009", "PD6508", "PD8505"),
     ),
     Check(
         "PD6503",
@@ -382,7 +382,7 @@ CHECKS = (
         _old_libfabric,
         needs=("log|commands",),
         patterns=(OLD_SYMBOLS, BACKEND_UNSUPPORTED),
-        explains=("PD6502", "PD6560", "PD1015", "PD2006", "PD2009", "PD8505"),
+        explains=("PD6502", "PD1015", "PD2006", "PD2009", "PD8505"),
     ),
     Check(
         "PD6504",
@@ -446,7 +446,7 @@ CHECKS = (
         _legs_differ,
         needs=("versions|log",),
         patterns=(UNDECODABLE, COMPATIBILITY),
-        explains=("PD2009", "PD3008", "PD2005", "PD6563"),
+        explains=("PD2009", "PD3008", "PD2005"),
     ),
     Check(
         "PD6510",
