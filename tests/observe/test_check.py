@@ -87,13 +87,6 @@ def test_exemplars_reach_prometheus(watched: Watched) -> None:
     assert len(ids) == 1
 
 
-def test_vllm_s_names_survive_openmetrics(watched: Watched) -> None:
-    """Its client library writes vllm_ to a Prometheus that asks for OpenMetrics."""
-    names = watched.prometheus.names()
-    assert any(name.startswith("vllm:") for name in names)
-    assert not any(name.startswith("vllm_") for name in names)
-
-
 def test_prometheus_serves_the_playbooks(watched: Watched) -> None:
     for rule in watched.prometheus.rules():
         if rule["type"] == "alerting":
