@@ -48,6 +48,5 @@ def screenshot(page: Path, picture: Path, width: int, height: int, *flags: str) 
     return {
         url
         for url in asked
-        if url.startswith(("http://", "https://"))
-        and urlsplit(url).hostname not in CHROMIUMS_OWN
+        if url.startswith(("http://", "https://")) and urlsplit(url).hostname not in CHROMIUMS_OWN
     }
