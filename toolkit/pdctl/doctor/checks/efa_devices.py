@@ -19,7 +19,7 @@ from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Patter
 NO_PROVIDER = Pattern(
     "no-fabric-provider",
     ("fi_getinfo", "aws-ofi-nccl initialization failed", "find a protocol that worked"),
-    r"(?i)fi_getinfo(?:\(\))?(?: call)?(?::| failed).*(?:No data available|-61|not available)"
+    r"(?i)fi_getinfo(?:\(\))?(?: call)?(?::| failed).{0,400}(?:No data available|-61|not available)"
     r"|aws-ofi-nccl initialization failed|Unable to find a protocol that worked",
 )
 NO_NETWORK_DEVICES = Pattern(
@@ -35,7 +35,7 @@ NO_NETWORK_DEVICES = Pattern(
 CANNOT_OPEN_DEVICE = Pattern(
     "verbs-device-unopenable",
     ("ibv_open_device failed", "efa_device_construct", "Failed to open device"),
-    r"ibv_open_device failed|efa_device_construct\w* failed|efa.*Failed to open device",
+    r"ibv_open_device failed|efa_device_construct\w* failed|efa.{0,400}Failed to open device",
 )
 _FOREIGN_DEVICE = re.compile(r"\b(?:mlx[45]_\w+|ibp\d+s\w+|rocep\w+|roce\w+|bnxt_re\w*|irdma\w*)\b")
 _EFA_DEVICE = re.compile(r"\b(?:rdmap\d+s\d+\w*|efa_\d+)\b")
@@ -79,7 +79,9 @@ def _missing_devices(leg: LegEvidence) -> Command | None:
         if re.search(r"/dev/infiniband", command.line) and _NO_DEVICES.search(command.output):
             return command
         if re.search(r"\bibv_devices\b|\bibv_devinfo\b|\bibstat\b", command.line):
-            rows = re.sub(r"(?m)^[\s-]*$|^\s*device\s+node GUID.*$", "", command.output).strip()
+            rows = re.sub(
+                r"(?m)^[\s-]*$|^\s*device\s+node GUID.{0,400}$", "", command.output
+            ).strip()
             if not rows or _NO_DEVICES.search(command.output):
                 return command
     return None

@@ -21,7 +21,7 @@ from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Patter
 NCCL_PROVIDER = Pattern(
     "nccl-ofi-provider",
     ("Selected Provider is", "Selected provider is", "elected provider:"),
-    r"[Ss]elected [Pp]rovider(?: is|:) (?P<provider>[\w;-]+)(?:.*?found (?P<nics>\d+) nics)?",
+    r"[Ss]elected [Pp]rovider(?: is|:) (?P<provider>[\w;-]+)(?:.{0,400}?found (?P<nics>\d+) nics)?",
 )
 NCCL_SOCKET = Pattern(
     "nccl-network-socket",

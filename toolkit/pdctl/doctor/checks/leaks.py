@@ -19,7 +19,12 @@ WAITING_FOR_REMOTE = Pattern(
     "waiting-for-remote-kv",
     ("still in WAITING_FOR_REMOTE_KVS", "KVPoll.WaitingForInput"),
     r"(?P<request>\S+) is still in WAITING_FOR_REMOTE_KVS"
-    r"|(?P<gave_up>timed out after .* in KVPoll\.WaitingForInput)",
+    r"|(?P<gave_up>timed out after .{0,400} in KVPoll\.WaitingForInput)",
+)
+DEFERRED_LINE = Pattern(
+    "deferred-requests",
+    ("Deferred:",),
+    r"Running: (?P<running>\d+) reqs.{0,400}Deferred: (?P<deferred>[1-9]\d*) reqs",
 )
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"
@@ -130,6 +135,11 @@ def _waits_for_ever(evidence: Evidence) -> Iterator[Answer]:
         yield _stuck(waiting.leg, "likely", waiting.excerpts)
         return
     for leg in evidence.engines:
+        hits = leg.hits.get(DEFERRED_LINE.name)
+        still = [hit for hit in (hits.last if hits else []) if hit.groups["running"] == "0"]
+        if len(still) >= 3:
+            yield _stuck(leg.name, "likely", tuple(hit.excerpt for hit in still[-2:]))
+            continue
         if not leg.metrics:
             continue
         deferred = leg.metrics.series(DEFERRED, reason="deferred")
@@ -192,7 +202,7 @@ CHECKS = (
         "waits-for-remote-kv",
         _waits_for_ever,
         needs=("log|metrics",),
-        patterns=(WAITING_FOR_REMOTE,),
+        patterns=(WAITING_FOR_REMOTE, DEFERRED_LINE),
         explains=("PD2009", "PD5005"),
     ),
 )

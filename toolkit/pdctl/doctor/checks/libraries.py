@@ -37,7 +37,7 @@ NIXL_MISSING = Pattern(
         "undefined symbol",
     ),
     r"NIXL is not available|No module named 'nixl\w*'|(?P<library>libcudart\.so\.\d+): cannot open"
-    r"|(?:nixl\S*).*undefined symbol",
+    r"|(?:nixl\S*).{0,400}undefined symbol",
 )
 UNKNOWN_BACKEND = Pattern(
     "backend-name-unknown",

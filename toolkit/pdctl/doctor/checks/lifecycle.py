@@ -22,7 +22,8 @@ from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Patter
 STALE_QUEUE_PAIR = Pattern(
     "stale-queue-pair",
     ("mlx5dv_devx_obj_modify", "Remote I/O error", "ucp_ep_rkey_unpack", "rkey_unpack"),
-    r"mlx5dv_devx_obj_modify\(.*\) failed|UCX\s+ERROR.*Remote I/O error|ucp_ep_rkey_unpack",
+    r"mlx5dv_devx_obj_modify\(.{0,400}\) failed|UCX\s+ERROR.{0,400}"
+    r"Remote I/O error|ucp_ep_rkey_unpack",
 )
 SHUTDOWN = Pattern(
     "engine-shutdown",
@@ -34,7 +35,7 @@ SHUTDOWN = Pattern(
         "Stopping container",
         "Killing container",
     ),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.*)?(?:force killing remaining processes"
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400})?(?:force killing remaining processes"
     r"|(?i:received (?:signal )?SIGTERM)|Shutting down|(?:Stopping|Killing) container)",
 )
 TOGETHER_SECONDS = 180
@@ -45,7 +46,7 @@ NOT_READY = Pattern(
 )
 
 _RESTARTED_POD = re.compile(
-    r"(?m)^(?P<name>\S*(?:prefill|decode)\S*)\s.*?\s(?P<count>[1-9]\d*)(?:\s+\([^)]*ago\))"
+    r"(?m)^(?P<name>\S*(?:prefill|decode)\S*)\s.{0,400}?\s(?P<count>[1-9]\d*)(?:\s+\([^)]*ago\))"
 )
 
 

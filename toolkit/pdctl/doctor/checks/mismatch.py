@@ -33,9 +33,9 @@ TP_LIMIT = Pattern(
         "must be divisible by",
     ),
     r"sharding boundary|P[_ ]TP > D[_ ]TP|block_size_ratio_from_engine_id"
-    r"|(?i:(?:not support\w*|mismatch|differ\w*|unequal|incompatible)\b.*"
+    r"|(?i:(?:not support\w*|mismatch|differ\w*|unequal|incompatible)\b.{0,400}"
     r"\b(?:TP|tp_size|tensor parallel)\b)"
-    r"|(?i:\b(?:TP|tp_size|tensor parallel) (?:size\w* )?.*"
+    r"|(?i:\b(?:TP|tp_size|tensor parallel) (?:size\w* )?.{0,400}"
     r"(?:mismatch|not supported|must match|differ))"
     r"|(?P<metadata>error loading remote metadata)|remote_tp_size",
 )

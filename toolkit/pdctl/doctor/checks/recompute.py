@@ -34,9 +34,9 @@ SKIPPED_PREFILL = Pattern(
         "No prefill",
     ),
     r"(?i)skip\w* (?:disaggregated|remote) prefill|(?:no|missing|without) x-prefiller-host-port"
-    r"|(?:running|falling back|fallback|degrad\w+|routing|serving)\b.*"
+    r"|(?:running|falling back|fallback|degrad\w+|routing|serving)\b.{0,400}"
     r"\b(?:decode[- ]only|local prefill|aggregated mode)"
-    r"|no prefill (?:worker|endpoint|instance|pod)s?\b.*(?:available|found|ready)",
+    r"|no prefill (?:worker|endpoint|instance|pod)s?\b.{0,400}(?:available|found|ready)",
 )
 RESULT_MISSING = Pattern(
     "prefill-result-missing",
@@ -48,7 +48,8 @@ RESULT_MISSING = Pattern(
 STATISTICS = Pattern(
     "engine-statistics",
     ("External prefix cache hit rate",),
-    r"Avg prompt throughput: (?P<prompt>[\d.]+).*Prefix cache hit rate: (?P<local>[\d.]+)%.*"
+    r"Avg prompt throughput: (?P<prompt>[\d.]+).{0,400}"
+    r"Prefix cache hit rate: (?P<local>[\d.]+)%.{0,400}"
     r"External prefix cache hit rate: (?P<external>[\d.]+)%",
 )
 SUCCESS = "vllm:request_success_total"

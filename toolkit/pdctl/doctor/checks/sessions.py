@@ -14,9 +14,9 @@ from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Fin
 NO_SESSION = Pattern(
     "turn-without-session",
     ("session=", "conversation=", "session_id=", "conversation_id=", "x-session-id"),
-    r"(?i)(?:turn[= ]?\s?(?P<turn>\d+).*)?(?:session|conversation)(?:_id)?[=:]\s?"
+    r"(?i)(?:turn[= ]?\s?(?P<turn>\d+).{0,400})?(?:session|conversation)(?:_id)?[=:]\s?"
     r"(?:-|none|null|\"\"|''|<none>|missing|unknown)(?=[\s,;]|$)"
-    r"(?:.*?(?:decode=|->\s*)(?P<decode>\S+))?",
+    r"(?:.{0,400}?(?:decode=|->\s*)(?P<decode>\S+))?",
 )
 SESSION = Pattern(
     "turn-with-session",
@@ -26,11 +26,13 @@ SESSION = Pattern(
 STICKY_SKIPPED = Pattern(
     "stickiness-skipped",
     ("ticky", "ffinity", "STICKY", "AFFINITY"),
-    r"(?i)(?:sticky|affinity)\b.*(?:not supported|unsupported|bypass|ignor|skip|disabled|no effect)"
-    r".*(?:PD\b|P/D|disaggregat|prefill)|(?:PD\b|P/D|disaggregat|prefill).*(?:not supported|"
-    r"unsupported|bypass|ignor|skip|disabled).*(?:sticky|affinity)"
-    r"|(?:sticky|affinity).*(?:PD\b|P/D|disaggregat).*(?:bypass|ignor|skip)"
-    r"|(?:sticky|affinity)\w* (?:ignored|bypassed|skipped):.*(?:prefill|disaggregat)",
+    r"(?i)(?:sticky|affinity)\b.{0,400}"
+    r"(?:not supported|unsupported|bypass|ignor|skip|disabled|no effect)"
+    r".{0,400}(?:PD\b|P/D|disaggregat|prefill)|(?:PD\b|P/D|disaggregat|prefill).{0,400}"
+    r"(?:not supported|"
+    r"unsupported|bypass|ignor|skip|disabled).{0,400}(?:sticky|affinity)"
+    r"|(?:sticky|affinity).{0,400}(?:PD\b|P/D|disaggregat).{0,400}(?:bypass|ignor|skip)"
+    r"|(?:sticky|affinity)\w* (?:ignored|bypassed|skipped):.{0,400}(?:prefill|disaggregat)",
 )
 
 _SESSION_HEADER = re.compile(

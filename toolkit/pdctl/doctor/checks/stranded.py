@@ -31,8 +31,9 @@ PEER_DOWN = Pattern(
         "CrashLoopBackOff",
         "EngineDeadError",
     ),
-    r"(?i)(?:decode\S*.*(?:connect\w* ?error|connection refused|unreachable|no healthy|OOMKilled|"
-    r"CrashLoop|Error\s))|(?:connect\w* ?error|refused|no healthy upstream).*decode",
+    r"(?i)(?:decode\S*.{0,400}"
+    r"(?:connect\w* ?error|connection refused|unreachable|no healthy|OOMKilled|"
+    r"CrashLoop|Error\s))|(?:connect\w* ?error|refused|no healthy upstream).{0,400}decode",
 )
 
 _SEVERAL = re.compile(r'"(?:n|best_of)"\s*:\s*(?:[2-9]|[1-9]\d+)\b')

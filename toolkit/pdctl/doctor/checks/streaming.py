@@ -29,8 +29,8 @@ PLUGIN_ENGINE = Pattern("pdctl-connector-active", (LOG_CONNECTOR_ACTIVE,))
 NO_PARAMS_IN_STREAM = Pattern(
     "stream-without-params",
     ("kv_transfer_params",),
-    r"(?i)(?:stream|SSE|chunk).*(?:no|without|missing|lacks?)\b.*kv_transfer_params"
-    r"|(?:no|without|missing)\b[\w ]*kv_transfer_params.*(?:stream|SSE|chunk)",
+    r"(?i)(?:stream|SSE|chunk).{0,400}(?:no|without|missing|lacks?)\b.{0,400}kv_transfer_params"
+    r"|(?:no|without|missing)\b[\w ]*kv_transfer_params.{0,400}(?:stream|SSE|chunk)",
 )
 _FINISHED = re.compile(r'"finish_reason"\s*:\s*"(?:stop|length|tool_calls)"')
 _SIZES = re.compile(r"(?i)\b(?:bytes|chunks?|reads?|sizes?|len(?:gth)?)\b")

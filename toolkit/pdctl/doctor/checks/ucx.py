@@ -27,7 +27,7 @@ DRIVER_NOT_LOADED = Pattern(
 UCX_LANES = Pattern(
     "ucx-lanes",
     ("cfg#", "ep_cfg["),
-    r"(?:cfg#\d+|ep_cfg\[\d+\]:?).*?\b(?:rma|rma_am|tag|am)\((?P<lanes>[^)]*)\)",
+    r"(?:cfg#\d+|ep_cfg\[\d+\]:?).{0,400}?\b(?:rma|rma_am|tag|am)\((?P<lanes>[^)]*)\)",
 )
 NO_CUDA = Pattern(
     "ucx-no-cuda",
@@ -48,8 +48,9 @@ BAD_PATH = Pattern(
         "dest_addr=",
         "Endpoint is not connected",
     ),
-    r"(?i)retry count(?:er)? exceeded|endpoint timeout|ibv_create_ah.*failed|"
-    r"failed to modify to RTR|connect\(.*dest_addr=.*failed|UCX.*Endpoint is not connected",
+    r"(?i)retry count(?:er)? exceeded|endpoint timeout|ibv_create_ah.{0,400}failed|"
+    r"failed to modify to RTR|connect\(.{0,400}dest_addr=.{0,400}"
+    r"failed|UCX.{0,400}Endpoint is not connected",
 )
 
 _CONTAINER_BRIDGE = re.compile(r"tcp/(docker\d|br-|virbr|cni\d|flannel|cali|veth|podman)")
@@ -128,7 +129,7 @@ def _no_cuda(evidence: Evidence) -> Iterator[Answer]:
 def _wrong_path(evidence: Evidence) -> Iterator[Answer]:
     bad, lanes = seen(evidence, BAD_PATH), seen(evidence, UCX_LANES)
     bridge = next((m for t in lanes.counts("lanes") if (m := _CONTAINER_BRIDGE.search(t))), None)
-    if not bad:
+    if not bad and not bridge:
         return
     if bridge:
         cause = (
@@ -141,7 +142,7 @@ def _wrong_path(evidence: Evidence) -> Iterator[Answer]:
             "that is mostly the wrong GID index or interface, or a network that is not lossless."
         )
     yield Finding(
-        bad.leg,
+        bad.leg if bad else lanes.leg,
         "likely",
         (*bad.excerpts[:2], *(lanes.excerpts[:1] if bridge else ())),
         cause,

@@ -17,7 +17,7 @@ from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
 
 KV_BOTH = Pattern(
-    "kv-both-deprecated", ("kv_role='kv_both'", 'kv_role="kv_both"'), r"kv_both.*deprecated"
+    "kv-both-deprecated", ("kv_role='kv_both'", 'kv_role="kv_both"'), r"kv_both.{0,400}deprecated"
 )
 DEAD_VARIABLE = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 _BIDIRECTIONAL_SINCE = "0.21"
