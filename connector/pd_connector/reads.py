@@ -102,10 +102,10 @@ class Reads:
         """The request will not be read, though it may have been claimed."""
         pending, _ = self._asked.pop(request_id, (None, None))
         if pending is not None:
-            self._claims.give_back(pending, request_id)
+            self._claims.give_back(pending)
 
     def forget_claim(self, request_id: str) -> None:
-        """Decode is told by other means that the claimed turn is not needed."""
+        """The request is settled; where it was claimed for nothing, decode is told so already."""
         self._asked.pop(request_id, None)
 
     def take_seconds(self) -> dict[str, float]:

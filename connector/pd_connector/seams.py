@@ -70,12 +70,16 @@ class UnknownVllmError(RuntimeError):
         )
 
 
+def is_known(version: str | None = None) -> bool:
+    """Whether a release of vLLM, by default the installed one, is one of the known."""
+    release = re.match(r"(\d+)\.(\d+)", version or _vllm_version())
+    return release is not None and (KNOWN_FROM <= (int(release[1]), int(release[2])) <= KNOWN_TO)
+
+
 def refuse_unknown(environ: Mapping[str, str] = os.environ, version: str | None = None) -> None:
     """Raise UnknownVllmError on a release that is not known, unless that is allowed."""
     version = version or _vllm_version()
-    release = re.match(r"(\d+)\.(\d+)", version)
-    known = release is not None and (KNOWN_FROM <= (int(release[1]), int(release[2])) <= KNOWN_TO)
-    if not known and environ.get(UNKNOWN_ALLOWED) != "allow":
+    if not is_known(version) and environ.get(UNKNOWN_ALLOWED) != "allow":
         raise UnknownVllmError(version)
 
 
@@ -99,8 +103,11 @@ def missing_attributes(scheduler: Any) -> list[str]:
     return [f"{name}.{key}" for key in SCHEDULER_ATTRIBUTES if not hasattr(scheduler, key)]
 
 
-def handle_keys(scheduler: Any) -> frozenset[str]:
-    """Fields that this vLLM's scheduler puts into its handles, so that a newer vLLM's are known."""
+def handle_keys(scheduler: Any) -> frozenset[str] | None:
+    """Fields that this vLLM's scheduler puts into its handles; None on an unknown release, which
+    may put further ones there elsewhere."""
+    if not is_known():
+        return None
     code = getattr(getattr(scheduler, "request_finished", None), "__code__", None)
     names: set[str] = set()
     for constant in getattr(code, "co_consts", ()):
