@@ -17,7 +17,7 @@ from pd_connector.telemetry import RESOURCE_DEPLOYMENT, RESOURCE_LEG
 from pdctl.spec.model import Leg as LegSpec
 from pdctl.spec.model import Observability, Role, Spec
 from pdctl.spec.units import GIB, format_number
-from pdctl.spec.versions import cross_layers
+from pdctl.spec.versions import cross_layers, has_kv_rank
 
 NONCE = "{nonce}"
 """Stands in an engine id for the part that a start fills in."""
@@ -360,11 +360,16 @@ def _kv_config(spec: Spec, role: str, index: int, leg: LegSpec, on: bool) -> dic
         "kv_buffer_device": kv.buffer_device or spec.engine.device,
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
         "engine_id": engine_id,
-        "kv_rank": 0 if role == "prefill" else 1,
-        "kv_parallel_size": 2,
+        **_ranks(spec, role),
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": extra,
     }
+
+
+def _ranks(spec: Spec, role: str) -> dict[str, int]:
+    if not has_kv_rank(spec):
+        return {}
+    return {"kv_rank": 0 if role == "prefill" else 1, "kv_parallel_size": 2}
 
 
 def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
