@@ -27,7 +27,7 @@ from tests.doctor.faulty import (
     Faulty,
     with_config,
     with_env,
-    with_flag,
+    with_router,
     with_transfer,
 )
 
@@ -121,17 +121,17 @@ def sides(table: Table) -> None:
         place.start(place.leg(R))
         table.row("healthy, just started", place)
         place.turns(3, None)
-        table.row("no conversation id", place, "PD5560")
+        table.row("no conversation id", place, "PD5501")
         place.start(place.leg(R))
         place.turns(4)
         table.row("healthy, after turns (on/on)", place)
-        place.start(with_flag(place.leg(R), "--handle-ttl", "900"))
-        table.row("router TTL above decode's", place, "PD4061")
+        place.start(with_router(place.leg(R), handle_ttl=900.0))
+        table.row("router TTL above decode's", place, "PD4003")
         place.start(place.leg(R))
         timed("decode off", lambda: place.start(place.leg(D, False)))
-        table.row("bidirectional on/off", place, "PD3060")
+        table.row("bidirectional on/off", place, "PD3007")
         place.turns(3)
-        table.row("bidirectional on/off, after turns", place, "PD3060")
+        table.row("bidirectional on/off, after turns", place, "PD3007")
         timed("prefill off", lambda: place.start(place.leg(P, False)))
         place.spec["kv_transfer"]["bidirectional"] = False
         place.write()
@@ -143,7 +143,7 @@ def sides(table: Table) -> None:
         place.write()
         timed("decode on", lambda: place.start(place.leg(D)))
         place.start(place.leg(R))
-        table.row("bidirectional off/on", place, "PD3060")
+        table.row("bidirectional off/on", place, "PD3007")
 
 
 def decode(table: Table) -> None:
@@ -156,9 +156,9 @@ def decode(table: Table) -> None:
         place.start(place.leg(R))
         table.row("decode TTL of 2 s", place, "PD4060")
         timed("plugin missing", lambda: place.start(with_env(place.leg(D), VLLM_PLUGINS="none")))
-        table.row("plugin missing", place, "PD6060")
+        table.row("plugin missing", place, "PD6003")
         place.turns(3)
-        table.row("plugin missing, after turns", place, "PD6060")
+        table.row("plugin missing, after turns", place, "PD6003")
         stock = with_config(
             with_env(place.leg(D), VLLM_PLUGINS="none"),
             kv_connector_module_path=None,
@@ -166,7 +166,7 @@ def decode(table: Table) -> None:
         )
         timed("stock", lambda: place.start(stock))
         place.turns(3)
-        table.row("stock streaming", place, "PD6060")
+        table.row("stock streaming", place, "PD6003")
         timed(
             "telemetry off",
             lambda: place.start(with_env(place.leg(D), NIXL_TELEMETRY_ENABLE="n")),
@@ -179,12 +179,12 @@ def decode(table: Table) -> None:
         place.start(place.leg(R))
         place.turns(2)
         timed("restart under the same id", lambda: place.start(fixed))
-        table.row("D restarted under the same id", place, "PD8561")
+        table.row("D restarted under the same id", place, "PD8501")
         place.turns(2)
-        table.row("D restarted under the same id, after turns", place, "PD8561")
+        table.row("D restarted under the same id, after turns", place, "PD8501")
 
 
-TELEMETRY = ("PD7501", "PD7562")
+TELEMETRY = ("PD7502",)
 
 
 def prefill(table: Table) -> None:
@@ -193,9 +193,9 @@ def prefill(table: Table) -> None:
         high = with_transfer(place.leg(P), kv_recompute_threshold=100000)
         timed("start", lambda: pair(place, high, place.leg(D)))
         place.start(place.leg(R))
-        table.row("threshold above every prompt", place, "PD4560")
+        table.row("threshold above every prompt", place, "PD4508")
         place.turns(3)
-        table.row("threshold above every prompt, after turns", place, "PD4560")
+        table.row("threshold above every prompt, after turns", place, "PD4508")
 
 
 def failing(table: Table) -> None:
@@ -203,11 +203,11 @@ def failing(table: Table) -> None:
     with deployment() as place:
         leg = with_env(place.leg(D), VLLM_NIXL_SIDE_CHANNEL_HOST="10.255.255.1")
         timed("wrong host", lambda: place.start(leg, healthy=False))
-        table.row("wrong side-channel host", place, "PD2061")
+        table.row("wrong side-channel host", place, "PD2001")
         host, port = place.leg(D).listens[1]
         with socket.create_server((host, port)):
             timed("port taken", lambda: place.start(place.leg(D), healthy=False))
-            table.row("side-channel port taken", place, "PD8560", "PD2004")
+            table.row("side-channel port taken", place, "PD2002", "PD8503")
 
 
 def libfabric(table: Table) -> None:
@@ -215,7 +215,7 @@ def libfabric(table: Table) -> None:
     changes = {"kv_transfer.backend": "LIBFABRIC"}
     with deployment(changes) as place:
         timed("too old", lambda: place.start(place.leg(D), healthy=False))
-        table.row("libfabric too old", place, "PD6560")
+        table.row("libfabric too old", place, "PD6503")
 
 
 STAGES = {

@@ -38,7 +38,8 @@ def statistics(draw: random.Random) -> str:
         "(APIServer pid=12) INFO 11-30 12:00:00 [loggers.py:271] Engine 000: Avg prompt "
         f"throughput: {draw.random() * 9000:.1f} tokens/s, Avg generation throughput: "
         f"{draw.random() * 900:.1f} tokens/s, Running: {draw.randint(0, 8)} reqs, "
-        f"Waiting: {draw.randint(0, 3)} reqs, GPU KV cache usage: {draw.random() * 90:.1f}%, Prefix cache hit rate: 41.2%"
+        f"Waiting: {draw.randint(0, 3)} reqs, GPU KV cache usage: {draw.random() * 90:.1f}%, "
+        "Prefix cache hit rate: 41.2%"
     )
 
 
@@ -46,8 +47,8 @@ def transfers(draw: random.Random) -> str:
     return (
         "(APIServer pid=12) INFO 11-30 12:00:00 [metrics.py:103] KV Transfer metrics: Num "
         f"successful transfers={draw.randint(1, 40)}, Avg xfer time (ms)=8.871, P90 xfer time "
-        "(ms)=10.504, Avg post time (ms)=2.538, P90 post time (ms)=3.681, Avg MB per transfer=5.667, Throughput "
-        "(MB/s)=638.762, Avg number of descriptors=64.0"
+        "(ms)=10.504, Avg post time (ms)=2.538, P90 post time (ms)=3.681, "
+        "Avg MB per transfer=5.667, Throughput (MB/s)=638.762, Avg number of descriptors=64.0"
     )
 
 

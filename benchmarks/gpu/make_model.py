@@ -45,7 +45,7 @@ SHAPES = {
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
     },
-    # For a dry run without a GPU.
+    # For a dry run without a GPU, one of each architecture.
     "tiny": {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -57,6 +57,19 @@ SHAPES = {
         "head_dim": 64,
         "vocab_size": 4096,
         "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+    },
+    "tiny-llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 4096,
+        "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
     },
 }

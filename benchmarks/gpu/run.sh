@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The sweep on one host with two GPUs: recompute, readback and append through pdctl's router.
-# usage: run.sh SHAPE...        (shapes: qwen3-32b, mistral-large-36-layers, tiny)
+# usage: run.sh SHAPE...        (shapes: qwen3-32b, mistral-large-36-layers, tiny, tiny-llama)
 # Needs: a Python with vLLM, NIXL, pdctl[router] and ./random_weights installed.
 # Environment: PYTHON (default python3), OUT (results, default ./out), LIMIT (seconds in all),
 #   REPEATS, LENGTHS, GROW (repeats of the growing conversation afterwards, 0 for none), SPEC_KEYS

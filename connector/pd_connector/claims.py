@@ -28,6 +28,8 @@ class PendingClaim:
     turn: str
     asked: float
     answer: "Future[Claim]"
+    waited: bool = False
+    """The loop has waited for it once, and does not do so again."""
 
 
 class Claims:
@@ -58,8 +60,9 @@ class Claims:
 
     def result(self, pending: PendingClaim) -> Claim | None:
         """Decode's answer, None while it is still expected."""
+        wait, pending.waited = (0.0 if pending.waited else BRIEF_SECONDS), True
         try:
-            return pending.answer.result(BRIEF_SECONDS)
+            return pending.answer.result(wait)
         except NotYet:
             if not pending.answer.done() and self._clock() - pending.asked < ANSWER_SECONDS:
                 return None

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from pd_connector.seams import UnsupportedVllmError, missing_in
+from pd_connector.seams import UnsupportedVllmError, missing_in, refuse_unknown
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -28,10 +28,11 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
     """vLLM's NIXL pull connector with a readback that is proven and never hangs.
 
     It has vLLM's name because vLLM compares the configured name with its own.
-    Raises UnsupportedVllmError at start-up on a vLLM it does not fit.
+    Raises UnsupportedVllmError or UnknownVllmError at start-up on a vLLM it does not fit.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        refuse_unknown()
         missing = missing_in(NixlPullConnectorScheduler, NixlPullConnectorWorker, NixlPullConnector)
         if missing:
             raise UnsupportedVllmError(missing)

@@ -15,31 +15,15 @@ from typing import Any
 import msgspec
 import zmq
 
-from pd_connector.contract import LEASE_KEY_INPUT, SECRET_FILE_VARIABLE
+from pd_connector.contract import SECRET_FILE_VARIABLE
 from pd_connector.leases import Claim, Leases
+from pd_connector.secret import lease_key, load_secret
 
 PREFIX = b"pd1\n"
 """Starts every message and every answer; the digit is the version."""
 _OWN_KEY_VARIABLE = "PD_OWN_LEASE_KEY"
 LONGEST_LEASE = 7 * 24 * 3600.0
 """Seconds; a renewal for longer is taken as this."""
-
-
-def secret_key() -> str | None:
-    """The key of the deployment's secret in hex digits, None when it has no secret.
-
-    Raises OSError when the secret file cannot be read.
-    """
-    path = os.environ.get(SECRET_FILE_VARIABLE)
-    if not path:
-        return None
-    with open(path, "rb") as file:
-        return lease_key(file.read().strip())
-
-
-def lease_key(secret: bytes) -> str:
-    """The value of the lease key header for a deployment's secret."""
-    return hmac.new(secret, LEASE_KEY_INPUT, hashlib.sha256).hexdigest()
 
 
 def make_own_key() -> None:
@@ -49,8 +33,12 @@ def make_own_key() -> None:
 
 
 def order_key() -> str | None:
-    """The key that orders from the API server to its engines are signed with, if there is one."""
-    return secret_key() or os.environ.get(_OWN_KEY_VARIABLE)
+    """The key that orders from the API server to its engines are signed with, if there is one.
+
+    Raises SecretError when the secret cannot be read.
+    """
+    secret = load_secret()
+    return lease_key(secret) if secret else os.environ.get(_OWN_KEY_VARIABLE)
 
 
 def question(body: Mapping[str, Any]) -> bytes:

@@ -17,9 +17,10 @@ from pd_connector.control import ask, order_key, signed
 ANSWER_SECONDS = 5.0
 MOST_TURNS = 10_000
 """Turns of one request."""
-
-Order = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
-"""Gives an order to every rank; raises OSError for a rank that does not answer."""
+LARGEST_PIECE = 1_000_000
+"""Bytes of an order that one message carries, at most; the side channel takes four
+times as much."""
+LONGEST_ID = 1024
 
 
 class RefusedError(Exception):
@@ -57,24 +58,49 @@ def checked_order(body: object) -> dict[str, Any]:
         raise RefusedError(400, "release must be a list of ids")
     if not isinstance(renew, dict) or not all(_is_seconds(value) for value in renew.values()):
         raise RefusedError(400, "renew must be an object of ids and seconds above 0")
+    if any(len(turn) > LONGEST_ID for turn in (*release, *renew)):
+        raise RefusedError(400, f"an id has at most {LONGEST_ID} characters")
     if len(release) + len(renew) > MOST_TURNS:
         raise RefusedError(413, f"at most {MOST_TURNS} ids in one request")
     return {"release": release, "renew": renew}
 
 
+def pieces(order: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The order in messages that a side channel takes, at least one."""
+    parts: list[dict[str, Any]] = [{"release": [], "renew": {}}]
+    size = 0
+    for turn, seconds in (
+        *((turn, None) for turn in order["release"]),
+        *order["renew"].items(),
+    ):
+        size += 6 * len(turn) + 40
+        if size > LARGEST_PIECE:
+            parts.append({"release": [], "renew": {}})
+            size = 0
+        if seconds is None:
+            parts[-1]["release"].append(turn)
+        else:
+            parts[-1]["renew"][turn] = seconds
+    return parts
+
+
 def together(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """One answer of the answers of all ranks. Raises RefusedError when a rank refused."""
+    """One answer of the answers of all ranks (``rank`` tells them apart).
+
+    Raises RefusedError when a rank refused.
+    """
     if refusals := [answer["error"] for answer in answers if "error" in answer]:
         raise RefusedError(503, f"the engine refused: {refusals[0]}")
+    ranks = {answer["rank"]: answer for answer in answers}.values()
     released = [turn for answer in answers for turn in answer["released"]]
     reading = [turn for answer in answers for turn in answer["reading"]]
     renewed = {t: left for answer in answers for t, left in answer["renewed"].items()}
     known = {*released, *reading, *renewed}
     named = {turn: None for answer in answers for turn in answer["unknown"]}
     return {
-        "pins": sum(answer["pins"] for answer in answers),
-        "pinned_blocks": sum(answer["pinned_blocks"] for answer in answers),
-        "blocks": sum(answer["blocks"] or 0 for answer in answers) or None,
+        "pins": sum(answer["pins"] for answer in ranks),
+        "pinned_blocks": sum(answer["pinned_blocks"] for answer in ranks),
+        "blocks": sum(answer["blocks"] or 0 for answer in ranks) or None,
         "high_water": answers[0]["high_water"] if answers else None,
         "turns": [turn for answer in answers for turn in answer["turns"]],
         "released": released,
@@ -98,15 +124,13 @@ def add_lease_routes(app: Any, vllm_config: Callable[[], Any]) -> None:
                 request.client.host if request.client else None,
                 bool(os.environ.get(SECRET_FILE_VARIABLE)),
             )
-            order = {"list": True} if read else checked_order(await _json(request))
-            ranks = side_channels(vllm_config())
-            told = await asyncio.gather(
-                *(
-                    asyncio.to_thread(ask, host, port, signed(order, key or ""), ANSWER_SECONDS)
-                    for host, port in ranks
-                )
-            )
-            body = together(list(told))
+            orders = [{"list": True}] if read else pieces(checked_order(await _json(request)))
+            answers = [
+                answer
+                for order in orders
+                for answer in await _tell(side_channels(vllm_config()), order, key or "")
+            ]
+            body = together(answers)
         except RefusedError as refused:
             return JSONResponse({"error": str(refused)}, refused.status)
         except OSError as error:
@@ -135,6 +159,16 @@ def side_channels(vllm_config: Any) -> list[tuple[str, int]]:
     ranks = max(1, int(getattr(parallel, "data_parallel_size", 1)))
     host, port = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT
     return [(host, port + rank) for rank in range(ranks)]
+
+
+async def _tell(
+    ranks: list[tuple[str, int]], order: Mapping[str, Any], key: str
+) -> list[dict[str, Any]]:
+    message = signed(order, key)
+    answers = await asyncio.gather(
+        *(asyncio.to_thread(ask, host, port, message, ANSWER_SECONDS) for host, port in ranks)
+    )
+    return [{**answer, "rank": rank} for rank, answer in enumerate(answers)]
 
 
 async def _json(request: Any) -> object:

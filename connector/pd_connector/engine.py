@@ -40,7 +40,7 @@ def refused(decision: Decision, refusal: str) -> Decision:
     if not refusal or not decision.tokens:
         return decision
     by_reader = refusal in _GONE_BY_READER or refusal.startswith("unreachable")
-    return Decision(Outcome.FAILED if by_reader else Outcome.EXPIRED)
+    return Decision(Outcome.FAILED if by_reader else Outcome.EXPIRED, reason=refusal)
 
 
 class EngineLeases:

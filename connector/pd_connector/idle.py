@@ -9,12 +9,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 0.05
+SECONDS = 0.2
 _MARK = "__pd_connector__"
 
 
-def install(core: Any) -> str | None:
-    """Let ``EngineCoreProc`` sleep between steps that have nothing to do; the reason if not."""
+def install() -> str | None:
+    """Let this process's engine core sleep between steps without work; the reason if not."""
+    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415
+
+    return let_sleep(EngineCoreProc)
+
+
+def let_sleep(core: Any) -> str | None:
+    """As :func:`install`, for a class of engine cores."""
     step: Callable[..., Any] | None = getattr(core, "_process_engine_step", None)
     if step is None:
         return f"{core.__name__} has no _process_engine_step"

@@ -171,8 +171,9 @@ class Leases:
             for block in pin.blocks:
                 if not self._blocks[block]:
                     del self._blocks[block]
-            expired = pin.reader is None and self.clock() >= pin.deadline
-            why: End = pin.leaving or ("expired" if expired else "read")
+            # A reader that did not claim it did not read: it has no use for the turn.
+            unread: End = "expired" if self.clock() >= pin.deadline else "released"
+            why: End = pin.leaving or (unread if pin.reader is None else "read")
             self._ends[turn] = why
             if len(self._ends) > _REMEMBERED_ENDS:
                 self._ends.popitem(last=False)

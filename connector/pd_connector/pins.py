@@ -31,7 +31,11 @@ class Pins:
     """What the scheduler of a decode engine does about its leases, step by step."""
 
     def __init__(
-        self, leases: Leases, pending: Pending, high_water: float, block_sizes: Sequence[int | None]
+        self,
+        leases: Leases,
+        pending: Pending,
+        high_water: float,
+        block_sizes: Sequence[int | None],
     ) -> None:
         self._leases = leases
         self._pending = pending
@@ -80,18 +84,16 @@ class Pins:
         for request in requests:
             if (why := self._leases.ended(request)) is not None:
                 self._pending.add(ENGINE_PINS_ENDED, why)
-                if (sibling := _SIBLING.match(request)) is not None:
-                    self._last_of.pop(sibling[1], None)
+                sibling = _SIBLING.match(request)
+                if sibling is not None and self._last_of.get(sibling[1]) == request:
+                    del self._last_of[sibling[1]]
+        self._tell()
 
     def step(self) -> Commands | None:
         """What the workers are told with the step that is being built."""
-        held = self._leases.held()
-        if held[0]:
+        if self._leases.held()[0]:
             self._make_room()
-        if held != self._told:
-            self._told = held
-            self._pending.add(ENGINE_PINS, amount=held[0])
-            self._pending.add(ENGINE_PINNED_BLOCKS, amount=held[1])
+        self._tell()
         self._unplaced = None
         return self._leases.commands()
 
@@ -105,6 +107,12 @@ class Pins:
             "blocks": total,
             "high_water": self._high_water,
         }
+
+    def _tell(self) -> None:
+        if (held := self._leases.held()) != self._told:
+            self._told = held
+            self._pending.add(ENGINE_PINS, amount=held[0])
+            self._pending.add(ENGINE_PINNED_BLOCKS, amount=held[1])
 
     def _make_room(self) -> None:
         if self._pool is None:

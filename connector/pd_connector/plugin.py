@@ -11,7 +11,7 @@ import multiprocessing
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from pd_connector import admission, workers
+from pd_connector import admission, idle, workers
 from pd_connector.contract import (
     KV_TRANSFER_PARAMS,
     LOG_CHECKS_INACTIVE,
@@ -19,7 +19,6 @@ from pd_connector.contract import (
     LOG_STREAM_INACTIVE,
 )
 from pd_connector.control import make_own_key
-from pd_connector.idle import install as install_sleep
 from pd_connector.stream import HandleTap, with_handle
 
 _MARK = "__pd_connector__"
@@ -42,7 +41,7 @@ def register() -> None:
         # An engine core may have its only worker in its own process.
         _try(logger, "pd_connector: workers tell no settings", workers.install)
         if process.startswith(_ENGINE_CORE):
-            _try(logger, "pd_connector: an idle engine with pinned turns uses a core", _sleep)
+            _try(logger, "pd_connector: an idle engine with pinned turns uses a core", idle.install)
         return
     make_own_key()
     _try(logger, LOG_STREAM_INACTIVE, lambda: _install(logger))
@@ -57,13 +56,6 @@ def _try(logger: Any, otherwise: str, install: Callable[[], str | None]) -> None
         reason = f"{type(error).__name__}: {error}"
     if reason:
         logger.warning("%s: %s", otherwise, reason)
-
-
-def _sleep() -> str | None:
-    """An engine core that only keeps finished turns' blocks sleeps between steps."""
-    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415
-
-    return install_sleep(EngineCoreProc)
 
 
 def _install(logger: Any) -> str | None:

@@ -32,7 +32,11 @@ class Decision(NamedTuple):
     @property
     def releases_handle(self) -> bool:
         """Whether decode is told at once that its blocks are not needed."""
-        return self.outcome in (Outcome.BELOW_THRESHOLD, Outcome.HISTORY_CHANGED)
+        return self.outcome in (
+            Outcome.BELOW_THRESHOLD,
+            Outcome.LOCAL_HIT,
+            Outcome.HISTORY_CHANGED,
+        )
 
 
 def tokens_held(handle: Mapping[str, Any]) -> int:
@@ -67,8 +71,10 @@ def decide(
     if not held:
         return Decision(Outcome.MISS)
     least = max(threshold, 1)
-    if held - local_tokens < least:
+    if held < least:
         return Decision(Outcome.BELOW_THRESHOLD)
+    if held - local_tokens < least:
+        return Decision(Outcome.LOCAL_HIT)
     proven = proven_tokens()
     changed = f"the prompt is the handle's for {proven} of {held} tokens" if proven < held else ""
     if proven - local_tokens < least:

@@ -261,7 +261,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         prompt.settled = True
         if decision.tokens and not num_external_tokens:
             # The scheduler preferred a longer hit in its own prefix cache.
-            decision = Decision(Outcome.BELOW_THRESHOLD)
+            decision = Decision(Outcome.LOCAL_HIT)
         prompt.outcome = decision.outcome
         prompt.reading = num_external_tokens
         handle = prompt.request.kv_transfer_params

@@ -1,7 +1,9 @@
 """The parts of vLLM's NIXL connector that pd_connector builds on."""
 
 import inspect
+import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _SCHEDULER_METHODS = {
@@ -17,6 +19,9 @@ _WORKER_METHODS = {
     "_read_blocks_for_req": ("req_id", "meta"),
     "_is_turn2_read_expired": ("meta",),
     "_handle_failed_transfer": ("req_id", "handle"),
+    "_pop_done_transfers": ("transfers",),
+    "start_load_kv": ("metadata",),
+    "get_finished": (),
 }
 SCHEDULER_ATTRIBUTES = (
     "is_bidirectional_kv_xfer_enabled",
@@ -32,15 +37,46 @@ BLOCKS_PROCESSED = "_remote_blocks_processed"
 were asked for or given up; while it is set no read is issued."""
 
 
+KNOWN_FROM, KNOWN_TO = (0, 26), (0, 32)
+"""vLLM's releases whose connector was read; tests run on 0.29.0 and 0.32.0. Before 0.26 prefill
+does not check the deadline of decode's blocks."""
+UNKNOWN_ALLOWED = "PD_UNKNOWN_VLLM"
+"""Environment variable: with ``allow`` other releases are tried, if they have what is needed."""
+
+_STOCK = (
+    "Use kv_transfer.connector: stock in the spec "
+    '(kv_connector "NixlConnector" without kv_connector_module_path).'
+)
+
+
 class UnsupportedVllmError(RuntimeError):
     """This vLLM lacks something that pd_connector builds on."""
 
     def __init__(self, missing: list[str]) -> None:
         super().__init__(
             f"pd_connector does not fit this vLLM ({_vllm_version()}): missing "
-            f"{'; '.join(missing)}. Use kv_transfer.connector: stock in the spec "
-            '(kv_connector "NixlConnector" without kv_connector_module_path).'
+            f"{'; '.join(missing)}. {_STOCK}"
         )
+
+
+class UnknownVllmError(RuntimeError):
+    """This vLLM may have changed what pd_connector builds on without it being noticed."""
+
+    def __init__(self, version: str) -> None:
+        known = " to ".join(".".join(map(str, release)) for release in (KNOWN_FROM, KNOWN_TO))
+        super().__init__(
+            f"pd_connector knows vLLM {known}, and this is {version}: {UNKNOWN_ALLOWED}=allow "
+            f"tries it all the same. {_STOCK}"
+        )
+
+
+def refuse_unknown(environ: Mapping[str, str] = os.environ, version: str | None = None) -> None:
+    """Raise UnknownVllmError on a release that is not known, unless that is allowed."""
+    version = version or _vllm_version()
+    release = re.match(r"(\d+)\.(\d+)", version)
+    known = release is not None and (KNOWN_FROM <= (int(release[1]), int(release[2])) <= KNOWN_TO)
+    if not known and environ.get(UNKNOWN_ALLOWED) != "allow":
+        raise UnknownVllmError(version)
 
 
 def missing_in(scheduler: Any, worker: Any, connector: Any) -> list[str]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from pd_connector.contract import SECRET_FILE_VARIABLE
+from pd_connector.contract import LEASE_KEY_INPUT, SECRET_FILE_VARIABLE
 
 SHORTEST = 32
 """Characters of a secret, at least: ``openssl rand -hex 32`` writes 64."""
@@ -43,3 +43,8 @@ def load_secret(environ: Mapping[str, str] = os.environ) -> bytes | None:
 def derived_key(secret: bytes, purpose: bytes) -> bytes:
     """The 32-byte key for one purpose; it does not tell the secret or another purpose's key."""
     return hmac.digest(secret, purpose, "sha256")
+
+
+def lease_key(secret: bytes) -> str:
+    """What :data:`pd_connector.contract.LEASE_KEY_HEADER` carries."""
+    return derived_key(secret, LEASE_KEY_INPUT).hex()

@@ -34,6 +34,8 @@ def leg_settings(vllm_config: Any) -> dict[str, Any]:
         "buffer_device": config.kv_buffer_device,
         "block_size": cache.block_size,
         "num_blocks": cache.num_gpu_blocks,
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "max_model_len": vllm_config.model_config.max_model_len,
         "prefix_caching": bool(cache.enable_prefix_caching),
         "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
         "data_parallel": vllm_config.parallel_config.data_parallel_size,

@@ -324,6 +324,17 @@ POST_MS = Attribute("pd.post_ms", "float", "Milliseconds it took to post the tra
 BACKEND = Attribute("pd.backend", "str", "NIXL backend.")
 PEER = Attribute("pd.peer", "str", "Engine id of the peer without its per-start part.")
 
+# OpenTelemetry's own names, from its semantic conventions for generative AI.
+GEN_AI_OPERATION = Attribute("gen_ai.operation.name", "str", "chat or text_completion.")
+GEN_AI_MODEL = Attribute("gen_ai.request.model", "str", "The model that the client asked for.")
+GEN_AI_INPUT_TOKENS = Attribute("gen_ai.usage.input_tokens", "int", "Tokens of the prompt.")
+GEN_AI_OUTPUT_TOKENS = Attribute("gen_ai.usage.output_tokens", "int", "Tokens of the answer.")
+GEN_AI_CONVERSATION = Attribute(
+    "gen_ai.conversation.id",
+    "str",
+    "The conversation id in clear; only with observability.conversation_ids.",
+)
+
 EVENT_DECLINED = "Declining expired remote read"
 """Span event of a decision whose outcome is ``expired``; vLLM's own words for it."""
 
@@ -346,6 +357,11 @@ SPAN_TURN = Span(
         TOKENS_READ,
         TOKENS_COMPUTED,
         TTFT_MS,
+        GEN_AI_OPERATION,
+        GEN_AI_MODEL,
+        GEN_AI_INPUT_TOKENS,
+        GEN_AI_OUTPUT_TOKENS,
+        GEN_AI_CONVERSATION,
     ),
 )
 SPAN_CLAIM = Span("pd.claim", "pd.turn", "Finding and proving the handle.", (HANDLE_AGE,))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from pd_connector.counters import Pending
@@ -15,6 +16,8 @@ from pd_connector.leases import Commands
 from pd_connector.pins import COMMANDS, READ_SECONDS
 from pd_connector.stats import PdStats
 from pd_connector.transfers import Transfer, WorkerReport
+
+logger = init_logger("vllm.pd_connector.worker")
 
 
 class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
@@ -92,6 +95,11 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._read_declined, self._reading = False, req_id
         if any(meta.local_block_ids):
             self._posted[req_id] = time.time_ns()
+        if self._names_no_such_block(meta):
+            # vLLM would read another layer's block in its place.
+            logger.warning("pd_connector: request %s: its handle names no block", req_id)
+            self._handle_failed_transfer(req_id, None)
+            return
         super()._read_blocks_for_req(req_id, meta)
         if self._read_declined:
             self._expired_reads.add(req_id)
@@ -99,6 +107,14 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         if _only_notifies(meta):
             # No completion will come that drops the entry.
             self._recving_metadata.pop(req_id, None)
+
+    def _names_no_such_block(self, meta: Any) -> bool:
+        """Whether a handle names a block that its engine, now known, does not have."""
+        if not any(meta.local_block_ids):
+            return False
+        blocks = self.dst_num_blocks.get(meta.remote.engine_id)
+        ids = [block for group in meta.remote.block_ids for block in group]
+        return blocks is not None and bool(ids) and max(ids) >= blocks
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> set[str]:
         """As vLLM's, one request at a time, to tell whose transfers have ended."""

@@ -76,6 +76,8 @@ class Facts:
         if self.prefill_ms is not None:
             seconds = self.prefill_ms / 1000
             metrics.prefill.labels(self.prefill_leg, outcome, prompt).observe(seconds)
+        if self.read_ms is not None:
+            metrics.readback.labels(self.prefill_leg, prompt).observe(self.read_ms / 1000)
         if self.ttft_ms is not None:
             turn = telemetry.turn_band(self.turn)
             metrics.ttft.labels(outcome, route, turn, prompt).observe(self.ttft_ms / 1000)

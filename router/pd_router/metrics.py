@@ -25,6 +25,7 @@ class Metrics:
         self.tokens = self._counter(telemetry.ROUTER_TOKENS)
         self.ttft = self._histogram(telemetry.ROUTER_TTFT)
         self.prefill = self._histogram(telemetry.ROUTER_PREFILL)
+        self.readback = self._histogram(telemetry.ROUTER_READBACK)
         self.handles_stored = self._counter(telemetry.ROUTER_HANDLES_STORED)
         self.handles_sent = self._counter(telemetry.ROUTER_HANDLES_SENT)
         self.handles_refused = self._counter(telemetry.ROUTER_HANDLES_REFUSED)

@@ -11,8 +11,9 @@ import zmq
 
 from pd_connector import claims as claims_module
 from pd_connector.claims import Claims
-from pd_connector.control import PREFIX, Answers, ask, claim_of, lease_key, signed
+from pd_connector.control import PREFIX, Answers, ask, claim_of, signed
 from pd_connector.leases import Claim, Leases
+from pd_connector.secret import lease_key
 from tests.ports import free_ports
 from tests.waiting import until
 

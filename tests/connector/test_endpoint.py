@@ -9,9 +9,10 @@ from fastapi.testclient import TestClient
 
 from pd_connector import endpoint
 from pd_connector.contract import ENGINE_LEASES_PATH, LEASE_KEY_HEADER, SECRET_FILE_VARIABLE
-from pd_connector.control import Answers, lease_key, make_own_key, order_key
+from pd_connector.control import Answers, make_own_key, order_key, question
 from pd_connector.http import EngineRoutes
 from pd_connector.leases import Leases
+from pd_connector.secret import lease_key
 
 SECRET = b"s" * 64
 RANKS = [("127.0.0.1", 1), ("127.0.0.1", 2)]
@@ -51,7 +52,7 @@ def client(address: str = "10.0.0.9") -> TestClient:
     app = FastAPI()
     plugin = EngineRoutes()
     plugin.attach_router(app)
-    plugin._vllm_config = SimpleNamespace()
+    plugin._engine = SimpleNamespace()
     return TestClient(app, client=(address, 5))
 
 
@@ -72,6 +73,26 @@ def test_turns_are_freed_and_renewed_whichever_rank_keeps_them(engine: Engine) -
     assert body["released"] == ["turn-1"]
     assert body["renewed"]["turn-0"] == pytest.approx(900, abs=1)
     assert sorted(body["unknown"]) == ["x", "y"]
+
+
+def test_many_turns_go_in_several_messages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def ask(host: str, port: int, body: Any, seconds: float) -> dict[str, Any]:
+        sent.append(len(question(body)))
+        return engine.ask(host, port, body, seconds)
+
+    monkeypatch.setattr(endpoint, "ask", ask)
+    monkeypatch.setattr(endpoint, "LARGEST_PIECE", 40_000)
+    many = [f"chatcmpl-{number:032x}" for number in range(2000)]
+    order = {"release": [*many, "turn-1"], "renew": {"turn-0": 900}}
+    body = client().post(ENGINE_LEASES_PATH, headers=KEY, json=order).json()
+    assert body["released"] == ["turn-1"] and list(body["renewed"]) == ["turn-0"]
+    assert len(body["unknown"]) == 2000
+    assert body["pins"] == 2
+    assert max(sent) < 65536
+    too_many = client().post(ENGINE_LEASES_PATH, headers=KEY, json={"release": many * 6})
+    assert too_many.status_code == 413
 
 
 @pytest.mark.parametrize("headers", [{}, {LEASE_KEY_HEADER: "wrong"}, {LEASE_KEY_HEADER: "\xe9"}])
@@ -113,6 +134,7 @@ def test_without_a_secret_only_loopback_may(
         ({"renew": {"turn-0": 0}}, "renew must be"),
         ({"renew": {"turn-0": True}}, "renew must be"),
         ({"renew": {"turn-0": "9"}}, "renew must be"),
+        ({"release": ["x" * 1025]}, "at most 1024 characters"),
         ({"extend": {}}, "unknown key 'extend'"),
     ],
 )

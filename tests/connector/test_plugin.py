@@ -226,7 +226,7 @@ async def test_engine_processes_tell_settings_and_serve_nothing(
     installed: list[str] = []
     monkeypatch.setattr(plugin.workers, "install", lambda: installed.append("settings"))
     monkeypatch.setattr(plugin.admission, "install", lambda: installed.append("checks"))
-    monkeypatch.setattr(plugin, "_sleep", lambda: installed.append("sleep"))
+    monkeypatch.setattr(plugin.idle, "install", lambda: installed.append("sleep"))
     monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(name=process))
     before = vllm.chat.chat_completion_stream_generator
     load(vllm, monkeypatch)

@@ -105,10 +105,10 @@ def test_a_leg_that_does_not_read_back_says_so() -> None:
     [
         (63, 0, Outcome.BELOW_THRESHOLD),
         (64, 0, Outcome.HIT),
-        (191, 128, Outcome.BELOW_THRESHOLD),
+        (191, 128, Outcome.LOCAL_HIT),
         (192, 128, Outcome.HIT),
-        (128, 128, Outcome.BELOW_THRESHOLD),
-        (100, 128, Outcome.BELOW_THRESHOLD),
+        (128, 128, Outcome.LOCAL_HIT),
+        (100, 128, Outcome.LOCAL_HIT),
     ],
 )
 def test_few_tokens_are_not_worth_a_transfer(held: int, local: int, outcome: Outcome) -> None:
@@ -116,7 +116,7 @@ def test_few_tokens_are_not_worth_a_transfer(held: int, local: int, outcome: Out
     assert decision(handle, local_tokens=local).outcome is outcome
 
 
-@pytest.mark.parametrize(("local", "outcome"), [(299, Outcome.HIT), (300, Outcome.BELOW_THRESHOLD)])
+@pytest.mark.parametrize(("local", "outcome"), [(299, Outcome.HIT), (300, Outcome.LOCAL_HIT)])
 def test_without_a_threshold_any_token_is_read(local: int, outcome: Outcome) -> None:
     assert decision(HANDLE, threshold=0, local_tokens=local).outcome is outcome
 

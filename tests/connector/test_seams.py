@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from pd_connector.seams import (
+    UnknownVllmError,
     UnsupportedVllmError,
     handle_keys,
     missing_attributes,
     missing_in,
+    refuse_unknown,
 )
 
 
@@ -42,6 +44,12 @@ class Worker:
     def _is_turn2_read_expired(self, meta: Any) -> Any: ...
 
     def _handle_failed_transfer(self, req_id: str, handle: Any) -> Any: ...
+
+    def _pop_done_transfers(self, transfers: Any) -> Any: ...
+
+    def start_load_kv(self, metadata: Any) -> Any: ...
+
+    def get_finished(self) -> Any: ...
 
 
 class Connector:
@@ -93,3 +101,16 @@ def test_the_refusal_says_what_to_do() -> None:
 def test_the_fields_of_a_vllms_handles_are_found() -> None:
     assert {"do_remote_prefill", "remote_moon", "tp_size"} <= handle_keys(Scheduler)
     assert handle_keys(object) == frozenset()
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.29.0+cu130", "0.29.1.dev3", "0.32.0"])
+def test_a_known_vllm_is_taken(version: str) -> None:
+    refuse_unknown({}, version)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "1.0.0", "dev"])
+def test_an_unknown_vllm_is_refused_unless_it_is_allowed(version: str) -> None:
+    with pytest.raises(UnknownVllmError) as error:
+        refuse_unknown({}, version)
+    assert f"0.26 to 0.32, and this is {version}: PD_UNKNOWN_VLLM=allow" in str(error.value)
+    refuse_unknown({"PD_UNKNOWN_VLLM": "allow"}, version)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from tests.ports import free_ports
 ROOT = Path(__file__).parents[2]
 PDCTL = Path(sys.executable).with_name("pdctl")
 
-Change = Callable[[Leg], Leg]
+_FAILED = re.compile(r"ZMQError|NIXL_ERR_\w+|Engine core initialization failed")
 
 
 class Faulty:
@@ -92,12 +93,18 @@ class Faulty:
                 if healthy:
                     return
                 raise AssertionError(f"{leg.name} is healthy")
-            if status.phase is Phase.DEAD or status.fatal:
+            failed = status.phase is Phase.DEAD or status.fatal or self._has_failed(leg.name)
+            if failed:
                 if not healthy:
                     return
                 raise AssertionError(f"{leg.name}: {status.detail} {status.fatal}")
             time.sleep(0.25)
         raise AssertionError(f"{leg.name}: not there after {seconds:g} s")
+
+    def _has_failed(self, name: str) -> bool:
+        """Whether the log shows an error after which the leg waits for ever."""
+        log = self.state.log(name)
+        return log.exists() and bool(_FAILED.search(log.read_text(errors="replace")))
 
     def stop(self, name: str) -> None:
         record = self.state.records().get(name)
@@ -184,13 +191,9 @@ def with_config(leg: Leg, **settings: Any) -> Leg:
     return dataclasses.replace(leg, kv_config=config)
 
 
-def with_flag(leg: Leg, flag: str, value: str) -> Leg:
-    """The leg with another value of a flag."""
-    flags = tuple(
-        dataclasses.replace(each, words=(flag, value)) if each.words[0] == flag else each
-        for each in leg.flags
-    )
-    return dataclasses.replace(leg, flags=flags)
+def with_router(leg: Leg, **settings: Any) -> Leg:
+    """The router with other settings in its config file."""
+    return dataclasses.replace(leg, config=leg.config | settings)
 
 
 def answers(url: str) -> bool:

@@ -53,6 +53,8 @@ class Deployment:
         # Decode keeps a core busy while it holds blocks: not longer than the tests need.
         self.spec["kv_transfer"]["decode_ttl"] = "300s"
         self.spec["router"]["handle_ttl"] = "290s"
+        # What the tests look at; the router's own choice would be to append short turns.
+        self.spec["router"]["route"] = "readback"
         self.client = httpx.Client(timeout=300, trust_env=False)
         self.write()
 
@@ -154,3 +156,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     yield deployment
     deployment.client.close()
     deployment.pdctl("down", deployment.name, "--grace", "10")
+
+
+from .pair import pair, receiver  # noqa: E402, F401

@@ -107,7 +107,8 @@ def test_usage_and_choices_pass_through(deployment: Deployment) -> None:
 
 def test_the_fake_engine_has_the_real_ones_shapes(deployment: Deployment) -> None:
     _, handle = deployment.finished_turn(user_text("shapes", 300))
-    assert set(handle) == fake_engine.HANDLE_KEYS | {contract.PD_TOKENS}
+    ours = {contract.PD_TOKENS, contract.PD_LEASE, contract.PD_SIGNATURE}
+    assert set(handle) == fake_engine.HANDLE_KEYS | ours
     choice_keys = {
         "/v1/chat/completions": fake_engine.CHAT_CHOICE_KEYS | {"token_ids"},
         "/v1/completions": fake_engine.TEXT_CHOICE_KEYS,

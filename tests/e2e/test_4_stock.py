@@ -5,9 +5,11 @@ import time
 import pytest
 
 from pd_connector.contract import READ_MARGIN_SECONDS, Outcome
+from pdctl.conversation import user_text
 from tests.waiting import until
 
 from .conftest import Conversation, Deployment
+from .legs import decode_alone, plain, turn
 
 DECODE_TTL = 20.0
 
@@ -36,3 +38,16 @@ def test_reuse_and_a_failed_readback(deployment: Deployment) -> None:
     assert turn.outcome == Outcome.EXPIRED.value
     assert turn.text == conversation.plain()
     assert conversation.say().outcome == Outcome.HIT.value
+
+
+@pytest.mark.e2e_connector
+def test_an_edited_history_is_answered_wrong_and_stays_so(deployment: Deployment) -> None:
+    """What the pdctl connector is for: test_2_connector has the same turns right."""
+    history = user_text("stock edited", 500)
+    answer, _, handle = turn(deployment, history)
+    prompt = "Z" + history[1:] + answer + " and then?"
+    text, _, _ = turn(deployment, prompt, handle)
+    expected = plain(deployment, prompt)
+    assert text != expected
+    # Decode's prefix cache gives it to whoever asks with that prefix.
+    assert decode_alone(deployment, prompt) != expected

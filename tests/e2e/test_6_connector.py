@@ -5,130 +5,19 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from pd_connector import contract, telemetry
 from pd_connector.contract import Outcome
 from pdctl.conversation import user_text
-from tests.otlp import Receiver
 from tests.waiting import until
 
-from .conftest import Deployment
+from .pair import ALONE, FRESH, TOKENS, Pair, Turn, pinned
 
 pytestmark = pytest.mark.e2e_connector
-
-TOKENS = 16
-ALONE = {contract.DO_REMOTE_DECODE: False, contract.DO_REMOTE_PREFILL: False}
-"""Decode computes the prompt itself and keeps the turn."""
-FRESH = {contract.DO_REMOTE_DECODE: True, contract.DO_REMOTE_PREFILL: False}
-
-
-@pytest.fixture(scope="module")
-def receiver() -> Iterator[Receiver]:
-    receiver = Receiver()
-    yield receiver
-    receiver.close()
-
-
-@pytest.fixture(scope="module")
-def pair(deployment: Deployment, receiver: Receiver) -> Iterator["Pair"]:
-    """Prefill with a prefix cache of its own, both engines traced, decode with little memory."""
-    spec = deployment.spec
-    kept = {key: spec.get(key) for key in ("observability", "prefill", "engine", "kv_transfer")}
-    spec["observability"] = {**spec["observability"], "otlp_endpoint": receiver.endpoint}
-    spec["prefill"] = {**spec["prefill"], "prefix_caching": True}
-    spec["kv_transfer"] = {**spec["kv_transfer"], "decode_ttl": "300s"}
-    env = {
-        **spec["engine"]["env"],
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        "VLLM_PLUGINS": "pd_connector",
-    }
-    args = {**spec["engine"]["extra_args"], "decode": ["--num-gpu-blocks-override", "96"]}
-    spec["engine"] = {**spec["engine"], "env": env, "extra_args": args}
-    deployment.write()
-    deployment.pdctl("up", "SPEC", "--bidir", "on")
-    yield Pair(deployment, receiver)
-    spec.update(kept)
-    deployment.write()
-
-
-class Turn:
-    """A prompt's answer on prefill and all that was told of it."""
-
-    def __init__(self, answer: dict[str, Any], trace_id: str, parent_id: str) -> None:
-        self.text = answer["choices"][0]["text"]
-        self.params = answer[contract.KV_TRANSFER_PARAMS]
-        self.reuse = self.params[contract.PD_REUSE]
-        self.trace_id, self.parent_id = trace_id, parent_id
-
-
-class Pair:
-    def __init__(self, deployment: Deployment, receiver: Receiver) -> None:
-        self.deployment = deployment
-        self.receiver = receiver
-        self.client = httpx.Client(timeout=60, trust_env=False)
-
-    def post(self, url: str, params: Any, prompt: str, tokens: int, **more: Any) -> httpx.Response:
-        headers = more.pop("headers", {})
-        body = {"model": "canary", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        body |= more | ({contract.KV_TRANSFER_PARAMS: params} if params is not None else {})
-        response = self.client.post(f"{url}/v1/completions", json=body, headers=headers)
-        response.raise_for_status()
-        return response
-
-    def kept_turn(self, prompt: str) -> tuple[str, dict[str, Any]]:
-        """A turn that decode alone has computed and keeps: its text and its handle."""
-        answer = self.post(self.deployment.decode_url, ALONE, prompt, TOKENS).json()
-        return prompt + answer["choices"][0]["text"], answer[contract.KV_TRANSFER_PARAMS]
-
-    def prefill(self, prompt: str, params: dict[str, Any]) -> Turn:
-        trace_id, parent_id = secrets.token_hex(16), secrets.token_hex(8)
-        headers = {"traceparent": f"00-{trace_id}-{parent_id}-01"}
-        answer = self.post(self.deployment.prefill_url, params, prompt, 1, headers=headers).json()
-        return Turn(answer, trace_id, parent_id)
-
-    def decode(self, prompt: str, turn: Turn, **more: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = self.post(
-            self.deployment.decode_url, turn.params, prompt, TOKENS, **more
-        ).json()
-        return answer
-
-    def plain(self, prompt: str) -> str:
-        """Prefill's own answer, its prefix cache kept out by a salt."""
-        answer = self.post(
-            self.deployment.prefill_url, None, prompt, TOKENS, cache_salt=secrets.token_hex(4)
-        )
-        text: str = answer.json()["choices"][0]["text"]
-        return text
-
-    def metrics(self, url: str) -> Callable[..., float]:
-        text = self.client.get(f"{url}/metrics").text
-        samples = [s for f in text_string_to_metric_families(text) for s in f.samples]
-
-        def value(name: str, **labels: str) -> float:
-            return sum(
-                s.value
-                for s in samples
-                if s.name == name and labels.items() <= {**s.labels}.items()
-            )
-
-        return value
-
-    def leases(self, **order: Any) -> dict[str, Any]:
-        url = f"{self.deployment.decode_url}{contract.ENGINE_LEASES_PATH}"
-        response = self.client.post(url, json=order) if order else self.client.get(url)
-        response.raise_for_status()
-        body: dict[str, Any] = response.json()
-        return body
-
-    def decode_pid(self) -> int:
-        pid: int = self.deployment.status()["decode-0"]["pid"]
-        return pid
 
 
 def changed(text: str) -> str:
@@ -266,8 +155,12 @@ def test_the_way_to_decode_is_told_too(pair: Pair) -> None:
     assert told == span.attributes["pd.bytes"] > 0
 
 
-def pinned(pair: Pair) -> set[str]:
-    return {turn["id"] for turn in pair.leases()["turns"]}
+def test_leases_are_for_who_has_the_key(pair: Pair) -> None:
+    turn = hit(pair)[1][contract.REMOTE_REQUEST_ID]
+    url = f"{pair.deployment.decode_url}{contract.ENGINE_LEASES_PATH}"
+    assert pair.client.get(url).status_code == 401
+    assert pair.client.post(url, json={"release": [turn]}).status_code == 401
+    assert turn in pinned(pair)
 
 
 def test_a_released_turn_frees_its_blocks_at_once(pair: Pair) -> None:
@@ -334,22 +227,29 @@ def test_kept_turns_make_room_for_requests(pair: Pair) -> None:
 
 
 def test_an_idle_engine_with_kept_turns_rests(pair: Pair) -> None:
+    pair.leases(release=sorted(pinned(pair)))
+    until("nothing is kept", lambda: not pinned(pair))
+    without = used_cores(pair.decode_pid())
     hit(pair)
-    ticks = os.sysconf("SC_CLK_TCK")
+    kept = used_cores(pair.decode_pid())
+    print(f"decode uses {kept:.2f} of a core with a kept turn, {without:.2f} without one")
+    assert kept < without + 0.4
+
+
+def used_cores(leader: int, seconds: float = 3) -> float:
+    """Cores that the processes of a leg use over a while."""
 
     def cpu() -> float:
-        total = 0.0
-        for pid in _session(pair.decode_pid()):
+        total = 0
+        for pid in _session(leader):
             with open(f"/proc/{pid}/stat") as file:
                 fields = file.read().rsplit(")", 1)[1].split()
-            total += (int(fields[11]) + int(fields[12])) / ticks
-        return total
+            total += int(fields[11]) + int(fields[12])
+        return total / os.sysconf("SC_CLK_TCK")
 
-    started, used = time.monotonic(), cpu()
-    until("two seconds have passed", lambda: time.monotonic() - started > 2, 30)
-    share = (cpu() - used) / (time.monotonic() - started)
-    print(f"decode with a kept turn uses {share:.2f} of a core")
-    assert share < 0.5
+    started, before = time.monotonic(), cpu()
+    until("the while is over", lambda: time.monotonic() - started > seconds)
+    return (cpu() - before) / (time.monotonic() - started)
 
 
 def _session(leader: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,34 @@ def known_label(name: str, label: str, fail: bool = True) -> bool:
     )
     assert known or not fail, f"{name} has no label {label}"
     return known
+
+
+def test_alerts_in_the_docs() -> None:
+    text = (FOLDER.parent / "docs/observability.md").read_text()
+    for alert in ALERTS:
+        assert alert.name in text
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_grafana_s_own_types_read_them(board: Any) -> None:
+    """Through the typed model and back nothing is lost."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder  # noqa: PLC0415
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins  # noqa: PLC0415
+    from grafana_foundation_sdk.models.dashboard import Dashboard  # noqa: PLC0415
+
+    register_default_plugins()
+    dashboard = loaded(board.uid)
+    read = Dashboard.from_json(dashboard)
+    assert list(lost(dashboard, json.loads(json.dumps(read, cls=JSONEncoder)), "")) == []
+
+
+def lost(before: Any, after: Any, where: str) -> Iterator[str]:
+    """What was there and is no more; defaults that came in addition do not count."""
+    if isinstance(before, dict):
+        for key, value in before.items():
+            yield from lost(value, after.get(key), f"{where}.{key}")
+    elif isinstance(before, list) and len(before) == len(after):
+        for index, value in enumerate(before):
+            yield from lost(value, after[index], f"{where}[{index}]")
+    elif before != after:
+        yield f"{where}: {before} became {after}"

@@ -122,6 +122,9 @@ def test_the_collector_keeps_every_turn_that_was_not_read_back(tmp_path: Path) -
     policies = {each["name"]: each for each in config["processors"]["tail_sampling"]["policies"]}
     kept = set(policies["not-read-back"]["string_attribute"]["values"])
     assert kept == {outcome.value for outcome in Outcome} - {"hit"}
+    assert policies["late-first-token"]["ottl_condition"]["span"] == [
+        'attributes["pd.ttft_ms"] > 2500.0'
+    ]
     assert policies["errors"]["status_code"]["status_codes"] == ["ERROR"]
     assert policies["some-hits"]["probabilistic"]["sampling_percentage"] == 5
     pipeline = config["service"]["pipelines"]["traces"]

@@ -95,7 +95,9 @@ def test_the_articles_decode_leg(tmp_path: Path) -> None:
     assert decode.value("--port") == "8200"
     assert "--no-enable-prefix-caching" not in decode.argv
     changed = {key for key in prefill.kv if prefill.kv[key] != decode.kv[key]}
-    assert changed == {"kv_role", "kv_rank", "engine_id"}
+    assert changed == {"kv_role", "kv_rank", "engine_id", "kv_connector_extra_config"}
+    extra = prefill.kv["kv_connector_extra_config"] | {"pd_pinned_high_water": 0.8}
+    assert decode.kv["kv_connector_extra_config"] == extra
     assert (decode.kv["kv_role"], decode.kv["kv_rank"]) == ("kv_consumer", 1)
     same = ("--dtype", "--max-model-len", "--served-model-name", "--tensor-parallel-size")
     assert [prefill.value(flag) for flag in same] == [decode.value(flag) for flag in same]

@@ -9,7 +9,7 @@ token, and a single wrong block changes it.
 import importlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pdctl.errors import PdctlError
 
@@ -20,13 +20,19 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ALPHABET = [*map(chr, range(32, 127)), "\n", "\t"]
+TokenizerKind = Literal["character", "bpe"]
 SEED = 0
 INITIALIZER_RANGE = 0.1
 """transformers' default of 0.02 gives a model that answers everything alike."""
 
 
-def make_canary(folder: Path) -> None:
+def make_canary(folder: Path, tokenizer_kind: TokenizerKind = "character") -> None:
     """Write the model and its tokenizer into a folder.
+
+    Args:
+        tokenizer_kind: ``character``, or ``bpe`` for one that splits generated text differently
+            than it was generated, as those of real models may.
 
     Raises:
         PdctlError: torch, transformers or tokenizers is not installed, or the folder cannot be
@@ -42,16 +48,11 @@ def make_canary(folder: Path) -> None:
             f"the canary model needs {error.name}: run this with the engine's Python", 2
         ) from None
     transformers.utils.logging.disable_progress_bar()
-    alphabet = [*map(chr, range(32, 127)), "\n", "\t"]
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
-    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split(
-        tokenizers.Regex(r"[\s\S]"), "isolated"
-    )
-    characters.decoder = tokenizers.decoders.Fuse()
-    characters.add_special_tokens(SPECIAL_TOKENS)
+    splitter = (_characters if tokenizer_kind == "character" else _pairs)(tokenizers)
+    splitter.decoder = tokenizers.decoders.Fuse()
+    splitter.add_special_tokens(SPECIAL_TOKENS)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=characters,
+        tokenizer_object=splitter,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         unk_token="<unk>",
@@ -88,3 +89,21 @@ def make_canary(folder: Path) -> None:
         draft.rename(folder)
     except OSError as error:
         raise PdctlError(f"{folder}: {error.strerror}", 2) from None
+
+
+def _characters(tokenizers: Any) -> Any:
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *ALPHABET])}
+    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex(r"[\s\S]"), "isolated"
+    )
+    return splitter
+
+
+def _pairs(tokenizers: Any) -> Any:
+    """Byte pair encoding with a token for every pair of lower-case letters or spaces."""
+    letters = [letter for letter in ALPHABET if letter.islower() or letter == " "]
+    merges = [(first, second) for first in letters for second in letters]
+    tokens = [*SPECIAL_TOKENS, *ALPHABET, *("".join(pair) for pair in merges)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>"))

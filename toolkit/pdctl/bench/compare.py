@@ -19,7 +19,7 @@ def one_run(folders: Sequence[Path]) -> Run:
     """
     runs = [load_run(folder) for folder in folders]
     if len(runs) == 1:
-        return runs[0]
+        return in_common(runs[0])
     arms: list[dict[str, Any]] = []
     for run in runs:
         for arm in run.arms:
@@ -35,6 +35,19 @@ def one_run(folders: Sequence[Path]) -> Run:
         rows=[row for run in runs for row in run.rows],
         blocks=[block for run in runs for block in run.blocks],
         transfers=[transfer for run in runs for transfer in run.transfers],
+    )
+
+
+def in_common(run: Run) -> Run:
+    """A run that stopped at its deadline, without the repeats that not every arm came to."""
+    if run.settings.get("state") != "deadline":
+        return run
+    done = [{block.repeat for block in run.arm_blocks(arm["name"])} for arm in run.arms]
+    common = set.intersection(*done) if done else set()
+    return dataclasses.replace(
+        run,
+        rows=[row for row in run.rows if row.repeat in common],
+        blocks=[block for block in run.blocks if block.repeat in common],
     )
 
 

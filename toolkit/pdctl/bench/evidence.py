@@ -44,7 +44,7 @@ def expects_readback(arm: dict[str, Any]) -> bool | None:
 def evidence(run: Run) -> list[Check]:
     """Every check that applies to the run's arms."""
     if len(run.arms) < 2:
-        return [_errors(run), *_cold(run)]
+        return [_legs(run), *_cold(run), _errors(run)]
     return [
         _complete(run),
         _load(run),

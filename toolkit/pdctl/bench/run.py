@@ -213,7 +213,7 @@ class Runner:
     def _all(self, todo: list[tuple[Arm, int]], settings: dict[str, Any]) -> str:
         described = False
         for place, (arm, repeat) in enumerate(todo):
-            if self._too_late(arm):
+            if self._too_late(todo[place:]):
                 self._say("stopping here: the next repeat would not end before the deadline")
                 return "deadline"
             begin = time.monotonic()
@@ -229,8 +229,10 @@ class Runner:
             self._exact = tokenizer.exact
             if fresh and self._options.age:
                 self._age(site, tokenizer, arm)
+            begin = time.monotonic()
             self._warm_up(arm, repeat, site, tokenizer)
             self._stretch(arm, repeat, site, tokenizer)
+            self._took.setdefault(arm.name, []).append(time.monotonic() - begin)
             left = self._left(todo[place + 1 :])
             self._say(
                 f"{arm.name}: repeat {repeat} of {self._options.repeats} done"
@@ -254,7 +256,6 @@ class Runner:
 
     def _stretch(self, arm: Arm, repeat: int, site: Site, tokenizer: Tokenizer) -> None:
         options = self._options
-        begin = time.monotonic()
         per_turn = options.workload.load.concurrency == 1 and bool(site.engines)
         seed = f"{options.seed}-{repeat}"
         salt = f"{seed}-{arm.name}" if options.salt else None
@@ -272,7 +273,6 @@ class Runner:
         }
         self._keep_transfers(arm, repeat, logs)
         self._out.add_block(Block(arm.name, repeat, started_at, time.time(), before, after, legs))
-        self._took.setdefault(arm.name, []).append(time.monotonic() - begin)
 
     def _offer(
         self, site: Site, tokenizer: Tokenizer, stretch: Stretch, conversations: Any
@@ -352,12 +352,23 @@ class Runner:
     def _await(self, work: Any) -> Any:
         return self._loop.run_until_complete(work)
 
-    def _too_late(self, arm: Arm) -> bool:
+    def _too_late(self, todo: list[tuple[Arm, int]]) -> bool:
+        """Whether what follows would outlast the deadline: the next repeat of the next arm, or of
+        every arm where they alternate, since one without the others is of no use."""
         if self._options.deadline_s is None:
             return False
-        took = self._took.get(arm.name) or [max(each) for each in self._took.values()]
-        wanted = max(took, default=0.0) * 1.1
+        arm, repeat = todo[0]
+        wanted = self._expected(arm)
+        for other, number in todo[1:]:
+            if number != repeat:
+                break
+            wanted += self._expected(other)
         return time.monotonic() - self._began + wanted > self._options.deadline_s
+
+    def _expected(self, arm: Arm) -> float:
+        """Seconds, by the longest so far; nothing is known before the first."""
+        took = self._took.get(arm.name) or [each for times in self._took.values() for each in times]
+        return max(took, default=0.0) * 1.1
 
     def _left(self, todo: list[tuple[Arm, int]]) -> float:
         """Seconds that the rest takes, by what its like took so far."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 LEAST_SAMPLES = 3
 """With fewer on either side there is no interval, and so no ratio."""
 
-RESAMPLES = 2000
+RESAMPLES = 1000
 CONFIDENCE = 0.95
 
 
@@ -57,7 +57,7 @@ def ratio(above: Sequence[float], below: Sequence[float], seed: str = "") -> Est
     draw = random.Random(f"ratio {seed}")
 
     def one() -> float:
-        return statistics.median(draw.choices(above, k=len(above))) / statistics.median(
+        return _median(draw.choices(above, k=len(above))) / _median(
             draw.choices(below, k=len(below))
         )
 
@@ -71,8 +71,15 @@ def median_interval(values: Sequence[float], seed: str = "") -> Estimate | None:
     draw = random.Random(f"median {seed}")
     return _estimate(
         statistics.median(values),
-        lambda: statistics.median(draw.choices(values, k=len(values))),
+        lambda: _median(draw.choices(values, k=len(values))),
     )
+
+
+def _median(values: list[float]) -> float:
+    """As :func:`statistics.median`, and several times as fast for the few values of a resample."""
+    values.sort()
+    half = len(values) // 2
+    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
 
 
 def _estimate(value: float, resampled: Callable[[], float]) -> Estimate:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pdctl.bench.records import load_run
+from pdctl.bench.compare import one_run
 from pdctl.bench.report.data import result_of
 from pdctl.bench.report.export import as_data
 from pdctl.bench.report.text import as_text
@@ -197,7 +197,7 @@ def command(**given: Any) -> None:
             run_other_client(asked, folder, progress.say)
         else:
             run_own_client(asked, folder, progress)
-    run = load_run(folder)
+    run = one_run([folder])
     if asked.stats_json_output:
         write_stats(run, str(asked.stats_json_output))
     result = result_of(run)

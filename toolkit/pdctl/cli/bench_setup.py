@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from pdctl.bench.adapters.run import Foreign, run_foreign
 from pdctl.bench.arms import Arm, arms_named
 from pdctl.bench.client import Target
 from pdctl.bench.engines import EngineLeg
@@ -302,11 +303,28 @@ def deployment_place(
 
 
 def run_other_client(asked: Asked, folder: Path, say: Say) -> None:
-    """Measure with somebody else's client and keep what it reports as rows."""
-    from pdctl.bench.adapters import run_adapter  # noqa: PLC0415
+    """Measure with somebody else's client and keep what it reports as rows.
 
+    Raises:
+        PdctlError: wrong options (exit code 2), or it fails.
+    """
     targets = _targets(asked)
-    if len(targets) != 1:
-        raise PdctlError(f"--client {asked.client}: give one --url", 2)
-    out = RunFolder(folder)
-    run_adapter(asked, next(iter(targets.items())), out, say)
+    if asked.spec is not None or len(targets) != 1:
+        raise PdctlError(f"--client {asked.client}: give one --url and no SPEC", 2)
+    arm, target = next(iter(targets.items()))
+    foreign = Foreign(
+        client=asked.client,
+        arm=arm if arm != "url" else asked.client,
+        target=target,
+        program=asked.program,
+        tokenizer=asked.tokenizer,
+        conversations=asked.repeats or _REPEATS,
+        turns=asked.turns,
+        new_tokens=asked.new_tokens,
+        answer_tokens=asked.answer_tokens or _ANSWER,
+        concurrency=asked.concurrency,
+        seed=asked.seed or uuid.uuid4().hex[:10],
+        trace=asked.trace,
+        command=shlex.join(["pdctl", *sys.argv[1:]]),
+    )
+    run_foreign(foreign, RunFolder(folder), say)

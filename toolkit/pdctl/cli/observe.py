@@ -8,6 +8,7 @@ import click
 from pdctl.cli.common import bidir_option, deployment_argument, read_plan, spec_argument
 from pdctl.errors import PdctlError
 from pdctl.observe import local
+from pdctl.observe.names import page
 from pdctl.observe.prometheus import Prometheus
 from pdctl.observe.report import Look, report
 from pdctl.observe.stack import stack_files
@@ -119,9 +120,15 @@ def draw(
         str(objective),
         theme,
     )
-    page = report(Prometheus(url), look, lambda title: click.echo(f"drawing {title}", err=True))
+    text = report(Prometheus(url), look, lambda title: click.echo(f"drawing {title}", err=True))
     try:
-        output.write_text(page, encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PdctlError(f"{output}: {error.strerror}", 2) from None
     click.echo(output)
+
+
+@command.command("names")
+def names() -> None:
+    """Print every metric, span and attribute with its meaning, as Markdown (docs/telemetry.md)."""
+    click.echo(page(), nl=False)

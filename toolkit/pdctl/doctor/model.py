@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
@@ -134,7 +134,8 @@ class Check:
     of them found something, this check is skipped, since its question makes no sense then.
     ``explains`` are codes whose findings are consequences of this check's: they are shown below
     it, not beside it. ``playbook`` is the slug of ``playbooks/<code>-<slug>.md``. ``run`` is pure.
-    ``cheap`` checks are also made before a deployment is started.
+    ``cheap`` checks are also made before a deployment is started. A ``symptom`` (a leg that is
+    not healthy) is shown below any other error of its leg.
     """
 
     code: str
@@ -148,6 +149,7 @@ class Check:
     premises: tuple[str, ...] = ()
     explains: tuple[str, ...] = ()
     cheap: bool = False
+    symptom: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"PD\d{4}", self.code):
@@ -157,6 +159,47 @@ class Check:
         for need in self.needs:
             if unknown := set(need.split("|")) - set(NEEDS):
                 raise ValueError(f"{self.code}: no such evidence: {', '.join(unknown)}")
+
+
+@dataclass(frozen=True)
+class More:
+    """Another way to see what a check looks for: asked when the check itself finds nothing.
+
+    ``needs`` are kinds of evidence of which any will do, beside the check's own.
+    """
+
+    code: str
+    run: Callable[[Evidence], Iterable[Answer]] = lambda _: ()
+    needs: tuple[str, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+    explains: tuple[str, ...] = ()
+    cheap: bool = False
+
+    def added_to(self, check: Check) -> Check:
+        """The check with this beside its own rule."""
+        return replace(
+            check,
+            run=_first_of(check.run, self.run),
+            needs=("|".join(dict.fromkeys([*"|".join(check.needs).split("|"), *self.needs])),),
+            patterns=(*check.patterns, *self.patterns),
+            explains=(*check.explains, *self.explains),
+            cheap=check.cheap or self.cheap,
+        )
+
+
+def _first_of(
+    *runs: Callable[[Evidence], Iterable[Answer]],
+) -> Callable[[Evidence], Iterable[Answer]]:
+    def run(evidence: Evidence) -> Iterable[Answer]:
+        unknown: list[Answer] = []
+        for each in runs:
+            answers = list(each(evidence))
+            if any(isinstance(answer, Finding) for answer in answers):
+                return answers
+            unknown += answers
+        return unknown
+
+    return run
 
 
 NEEDS = {

@@ -11,7 +11,6 @@ from pdctl.doctor.model import (
     NEEDS,
     SEVERITIES,
     Check,
-    Finding,
     Pattern,
     Reported,
     Severity,
@@ -119,6 +118,9 @@ def _rank(reported: Reported) -> tuple[int, int, str, str]:
 
 
 def _explains(cause: Reported, other: Reported) -> bool:
+    if other.check.symptom and not cause.check.symptom:
+        same_leg = cause.finding.leg == other.finding.leg
+        return same_leg and cause.severity == "error" and cause.finding.confidence != "possible"
     return other.check.code in (*cause.check.explains, *cause.finding.explains)
 
 
@@ -155,7 +157,3 @@ def _below(parent: dict[int, int], index: int, ancestor: int) -> bool:
 
 def _severities(reported: Reported) -> list[Severity]:
     return [reported.severity, *(s for each in reported.consequences for s in _severities(each))]
-
-
-def finding_of(reported: Reported) -> Finding:
-    return reported.finding

@@ -73,14 +73,14 @@ def check_addresses(legs: list[Leg], own: list[str]) -> None:
                 "change cpus in the spec"
             )
         for address, port in leg.listens:
-            problem = _cannot_listen(address, port)
+            problem = cannot_listen(address, port)
             if problem == errno.EADDRNOTAVAIL:
                 problems.append(
                     f"{leg.name}: {address} is not an address of this machine; use "
                     "'pdctl render' and run the script on its own node"
                 )
                 break
-            owner, described = _owner(port) if problem == errno.EADDRINUSE else (None, "")
+            owner, described = port_owner(port) if problem == errno.EADDRINUSE else (None, "")
             if owner in ours:
                 continue
             if problem == errno.EADDRINUSE:
@@ -96,7 +96,7 @@ def check_addresses(legs: list[Leg], own: list[str]) -> None:
         raise PdctlError("\n".join(problems))
 
 
-def _cannot_listen(host: str, port: int) -> int:
+def cannot_listen(host: str, port: int) -> int:
     """0, or the errno of listening there."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -123,8 +123,8 @@ def _missing_cpus(cpus: str) -> str:
     return ", ".join(map(str, sorted(wanted - os.sched_getaffinity(0))))
 
 
-def _owner(port: int) -> tuple[int | None, str]:
-    """Pid of the process that listens, and `` (pid 12: command)``, when it can be seen."""
+def port_owner(port: int) -> tuple[int | None, str]:
+    """Pid of who listens on a port, and `` (pid 12: command)``, when it can be seen."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:

@@ -21,7 +21,9 @@ _ERROR = re.compile(
     r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Exit)\b|error:|ERROR\b|Fatal\b|\S+: line \d+:)|"
     r"\b(?:error: |not installed|Address already in use|NIXL_ERR_\w+|No such file)"
 )
-_NO_SIDE_CHANNEL = "ZMQError: Address already in use"
+_NO_SIDE_CHANNEL = re.compile(
+    r"ZMQError: (?:Address already in use|Cannot assign requested address|No such device)"
+)
 _CONSEQUENCE = re.compile(
     r"Engine core initialization failed|EngineCore failed to start|EngineDeadError|"
     r"See root cause above|Failed core proc|ProcessGroup|resource_tracker"
@@ -50,7 +52,7 @@ def fatal_line(lines: list[str]) -> str | None:
 
     When the NIXL side channel cannot listen, vLLM waits for it for ever.
     """
-    return next((line for line in lines if _NO_SIDE_CHANNEL in line), None)
+    return next((line for line in lines if _NO_SIDE_CHANNEL.search(line)), None)
 
 
 def last_line(lines: list[str]) -> str:
@@ -60,9 +62,15 @@ def last_line(lines: list[str]) -> str:
 
 def error_line(lines: list[str]) -> str:
     """The line that most likely says why a leg ended; the last line when none does."""
+    return telling_line(lines) or (lines or ["its log is empty"])[-1]
+
+
+def telling_line(lines: list[str]) -> str | None:
+    """The line that most likely says what went wrong, None when none does."""
     errors = [line for line in lines if _ERROR.search(line)]
     causes = [line for line in errors if not _CONSEQUENCE.search(line)]
-    return (causes or errors or lines or ["its log is empty"])[-1]
+    found = causes or errors
+    return found[-1] if found else None
 
 
 def tail(log: Path) -> list[str]:

@@ -1,6 +1,8 @@
 """Prometheus and Alertmanager as plain processes of this machine."""
 
+import errno
 import hashlib
+import os
 import shlex
 import shutil
 import time
@@ -8,11 +10,12 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 
 from pdctl.errors import PdctlError
-from pdctl.launch.local import run_script
+from pdctl.launch.local import cannot_listen, port_owner, run_script
 from pdctl.launch.processes import alive, find, stop
 from pdctl.launch.state import DeploymentState, LegRecord
 from pdctl.observe.stack import (
@@ -24,6 +27,7 @@ from pdctl.observe.stack import (
     prometheus_url,
 )
 from pdctl.plan import Deployment
+from pdctl.render import File
 from pdctl.spec.model import Spec
 
 ROLE = "observability"
@@ -130,17 +134,39 @@ def _prepare(
 
 def _start(state: DeploymentState, watcher: Watcher) -> str:
     digest = _digest(state.folder / "config")
-    script = f"#!/bin/sh\n# Configuration {digest}\nexec {shlex.join(watcher.command)}\n"
+    script = File(
+        f"{watcher.name}.sh",
+        f"#!/bin/sh\n# Configuration {digest}\nexec {shlex.join(watcher.command)}\n",
+    )
     record = state.records().get(watcher.name)
     running = record is not None and alive(find([record.launch_id])[record.launch_id])
-    if record and running and state.script_text(watcher.name) == script:
+    if running and state.holds([script]):
         return f"{watcher.name}: runs already, {watcher.url}"
     if record:
         stop([record.launch_id], grace=10.0)
+    _check_port(watcher)
     record = LegRecord(watcher.name, ROLE, watcher.url, False, uuid.uuid4().hex, time.time())
-    state.write(record, script)
+    state.write(record, [script])
     run_script(state, record, {})
     return f"{watcher.name}: {'restarted' if running else 'started'}, {watcher.url}"
+
+
+def _check_port(watcher: Watcher) -> None:
+    """Another's answers must not be taken for ours."""
+    url = urlsplit(watcher.url)
+    assert url.hostname is not None and url.port is not None
+    problem = cannot_listen(url.hostname, url.port)
+    if problem == errno.EADDRINUSE:
+        _, who = port_owner(url.port)
+        raise PdctlError(
+            f"{watcher.name}: port {url.port} on {url.hostname} is taken by another process{who}; "
+            f"stop it or change observability.stack.{watcher.name}_port"
+        )
+    if problem:
+        raise PdctlError(
+            f"{watcher.name}: cannot listen on {url.hostname}:{url.port}: {os.strerror(problem)}; "
+            "change observability.stack.host"
+        )
 
 
 def _digest(folder: Path) -> str:

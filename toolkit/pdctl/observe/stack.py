@@ -241,6 +241,7 @@ def _collector(spec: Spec, deployment: Deployment) -> str:
         stack=stack,
         listen=lambda port: f"{bracketed(stack.host)}:{port}",
         outcome_attribute=telemetry.OUTCOME.name,
+        ttft_attribute=telemetry.TTFT_MS.name,
         kept_outcomes=[each.value for each in Outcome if each is not Outcome.HIT],
         **_tempo_ports(),
     )

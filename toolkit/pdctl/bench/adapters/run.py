@@ -1,12 +1,127 @@
-"""Running one of them against a URL."""
+"""Running somebody else's client against a URL and keeping what it reports as rows."""
 
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from pd_connector import telemetry
+from pdctl.bench.adapters import aiperf, multiturn
 from pdctl.bench.client import Target
-from pdctl.bench.records import RunFolder
-from pdctl.bench.run import Say
+from pdctl.bench.environment import environment
+from pdctl.bench.records import SCHEMA, Row, RunFolder
 from pdctl.errors import PdctlError
 
+Say = Callable[[str], None]
 
-def run_adapter(asked: Any, target: tuple[str, Target], out: RunFolder, say: Say) -> None:
-    raise PdctlError(f"--client {asked.client}: not there", 2)
+
+@dataclass(frozen=True)
+class Foreign:
+    """What to ask of the other client. ``lengths``: tokens of a turn's new text."""
+
+    client: str
+    arm: str
+    target: Target
+    program: Path | None
+    tokenizer: Path | None
+    conversations: int
+    turns: int
+    new_tokens: int
+    answer_tokens: int
+    concurrency: int
+    seed: str
+    trace: Path | None
+    command: str
+
+
+def run_foreign(asked: Foreign, out: RunFolder, say: Say) -> None:
+    """Run it to its end.
+
+    Raises:
+        PdctlError: it is not installed, or it fails; its output stays in the run's folder.
+    """
+    make = {"aiperf": aiperf.command, "multiturn": multiturn.command}[asked.client]
+    read = {"aiperf": aiperf.rows, "multiturn": multiturn.rows}[asked.client]
+    settings = _settings(asked)
+    out.create(settings, None)
+    out.write_environment(environment([]))
+    work = (out.folder / asked.client).absolute()
+    work.mkdir()
+    command = make(asked, work)
+    say(f"running {asked.client}")
+    before = outcomes(asked.target.url)
+    log = work / "output.log"
+    try:
+        with log.open("wb") as stream:
+            done = subprocess.run(
+                command, stdout=stream, stderr=subprocess.STDOUT, cwd=work, check=False
+            )
+    except OSError as error:
+        raise PdctlError(f"{command[0]}: {error.strerror}; --program says where it is", 2) from None
+    if done.returncode:
+        raise PdctlError(f"{asked.client} ended with {done.returncode}; its output: {log}")
+    found: list[Row] = read(work, asked.arm)
+    if not found:
+        raise PdctlError(f"{asked.client} reported no request; its output: {log}")
+    for row in found:
+        out.add_row(row)
+    after = outcomes(asked.target.url)
+    out.write_settings(
+        settings
+        | {
+            "state": "complete",
+            "workload": settings["workload"] | {"turns": len(found)},
+            "router_outcomes": {
+                name: after[name] - before.get(name, 0)
+                for name in after
+                if after[name] != before.get(name, 0)
+            },
+        }
+    )
+    out.close()
+
+
+def _settings(asked: Foreign) -> dict[str, Any]:
+    load = {"concurrency": asked.concurrency, "rate": None}
+    return {
+        "schema": SCHEMA,
+        "id": uuid.uuid4().hex[:12],
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "state": "running",
+        "spec": None,
+        "client": asked.client,
+        "command": asked.command,
+        "arms": [{"name": asked.arm, "url": asked.target.url}],
+        "repeats": 1,
+        "rounds": 1,
+        "seed": asked.seed,
+        "endpoint": "chat",
+        "workload": {
+            "kind": asked.client,
+            "conversations": asked.conversations,
+            "turns": asked.conversations * asked.turns,
+            "load": load,
+        },
+    }
+
+
+def outcomes(url: str) -> dict[str, int]:
+    """Turns by outcome as pdctl's router counts them; empty for other routers."""
+    try:
+        response = httpx.get(f"{url}/metrics", timeout=10.0, trust_env=False)
+        families = list(text_string_to_metric_families(response.text))
+    except (httpx.HTTPError, ValueError):
+        return {}
+    counted: dict[str, int] = {}
+    for family in families:
+        for sample in family.samples:
+            if sample.name == telemetry.ROUTER_TURNS.name and "outcome" in sample.labels:
+                name = sample.labels["outcome"]
+                counted[name] = counted.get(name, 0) + int(sample.value)
+    return counted

@@ -117,7 +117,7 @@ def result_of(run: Run) -> Result:
     later = [row for row in run.measured() if row.turn > 1 and row.error is None]
     by_length = _groups(later, _length_key, arms, base, valid)
     every = [row for row in run.measured() if row.error is None]
-    by_turn = _groups(every, lambda row: (f"turn {row.turn}", row.turn), arms, base, valid)
+    by_turn = _groups(every, lambda row: (f"turn {row.turn}", row.turn), arms, base, False)
     outcomes = {
         arm: Counter(
             "error" if row.error else row.outcome or row.route or "not told"

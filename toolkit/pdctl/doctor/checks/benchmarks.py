@@ -122,7 +122,9 @@ def _starved_nixlbench(evidence: Evidence) -> Iterator[Answer]:
     for leg, command in _commands(evidence, re.compile(r"\bnixlbench\b")):
         text = f"{command.line}\n{command.output}"
         settings = re.findall(
-            r"--(?:enable_pt[ =](?:0|false)|max_batch_size[ =]1\b|num_threads[ =]1\b)", text
+            r"--(?:enable_pt[ =](?:0|false)|max_batch_size[ =]1\b|num_threads[ =]1\b"
+            r"|max_block_size[ =]\d{1,5}\b)",
+            text,
         )
         small = [each for each in settings if "num_threads" not in each]
         if small:
@@ -180,58 +182,95 @@ def _local_cache(evidence: Evidence) -> Iterator[Answer]:
             )
 
 
-def _check(number: int, title: str, severity: str, slug: str, run: object, **more: object) -> Check:
-    return Check(  # type: ignore[arg-type]
-        f"PD90{number:02}", title, Category.BENCHMARK_METHOD, severity, slug, run, **more
-    )
+_LOAD = re.compile(
+    r"--(?:max-)?(?:concurrency|num-clients|request-rate|num-prompts)[ =](\S+?)(?=[\s;]|$)"
+)
+_ARM = re.compile(
+    r"(?i)(?:\b|_)(?:leg|bidir|label|arm|mode)[ =](on|off|true|false)\b|\b(on|off)\.json"
+)
+
+
+def _unequal_load(evidence: Evidence) -> Iterator[Answer]:
+    arms: dict[str, tuple[tuple[str, ...], str, Excerpt]] = {}
+    for leg, command in _commands(evidence, re.compile(r"bench|sweep|aiperf|guidellm")):
+        for part in re.split(r"[;\n]|&&", f"{command.line}\n{command.output}"):
+            arm, load = _ARM.search(part), _LOAD.findall(part)
+            if arm and load:
+                on = (arm[1] or arm[2]).lower() in ("on", "true")
+                arms.setdefault("on" if on else "off", (tuple(load), leg.name, command.excerpt))
+    if len(arms) == 2 and arms["on"][0] != arms["off"][0]:
+        yield Finding(
+            arms["on"][1],
+            "certain",
+            (arms["on"][2],),
+            f"ON and OFF were measured under different load ({'/'.join(arms['on'][0])} against "
+            f"{'/'.join(arms['off'][0])}): their times cannot be compared.",
+            "Run both arms with the same clients, rate and prompts, in turn (pdctl bench does).",
+            severity="warning",
+        )
 
 
 CHECKS = (
-    _check(
-        1,
+    Check(
+        "PD9001",
         "Cells of a sweep send the same prompts",
+        Category.BENCHMARK_METHOD,
         "warning",
         "same-seed",
         _same_seed,
         needs=("commands",),
     ),
-    _check(
-        2,
+    Check(
+        "PD9002",
         "Reasoning is sent back as content",
+        Category.BENCHMARK_METHOD,
         "warning",
         "reasoning-as-content",
         _reasoning,
         needs=("http",),
     ),
-    _check(
-        3,
+    Check(
+        "PD9003",
         "Prefill is not told to hand over",
+        Category.BENCHMARK_METHOD,
         "error",
         "no-remote-decode",
         _no_remote_decode,
         needs=("http",),
         explains=("PD4511", "PD4503"),
     ),
-    _check(
-        4,
+    Check(
+        "PD9004",
         "nixlbench is starved",
+        Category.BENCHMARK_METHOD,
         "warning",
         "nixlbench-starved",
         _starved_nixlbench,
         needs=("commands",),
     ),
-    _check(
-        5,
+    Check(
+        "PD9005",
         "The benchmark sends no conversation id",
+        Category.BENCHMARK_METHOD,
         "error",
         "benchmark-without-conversation-id",
         _no_conversation_id,
         needs=("commands",),
         explains=("PD5501",),
     ),
-    _check(
-        6,
+    Check(
+        "PD9007",
+        "ON and OFF under different load",
+        Category.BENCHMARK_METHOD,
+        "warning",
+        "unequal-load",
+        _unequal_load,
+        needs=("commands",),
+    ),
+    Check(
+        "PD9006",
         "The local cache hides readback",
+        Category.BENCHMARK_METHOD,
         "warning",
         "local-cache-hides-readback",
         _local_cache,

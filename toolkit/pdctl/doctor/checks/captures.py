@@ -12,6 +12,8 @@ _ASKS = re.compile(r'"(?:messages|prompt|input)"\s*:')
 _ANSWERS = re.compile(r'"(?:choices|usage|object)"\s*:|^HTTP/\d')
 _EVENT = re.compile(r"^\s*data:\s*\{", re.MULTILINE)
 
+_ANSWER_STARTS = re.compile(r"(?m)^(?=HTTP/\d)")
+
 REMOTE_HOST = re.compile(r"""["']?remote_host["']?\s*[:=]\s*["']?([A-Za-z0-9_.:\[\]-]+)""")
 HANDLE = re.compile(r'"(?:kv_transfer_params)"\s*:\s*\{[^}]')
 LOCAL_ADDRESS = re.compile(r"^\[?(?:localhost|127\.[\d.]+|0\.0\.0\.0|::1?|\*)\]?$")
@@ -61,4 +63,6 @@ def _captures(evidence: Evidence, *roles: str) -> Iterator[tuple[LegEvidence, Ca
     for leg in evidence.legs:
         if not roles or leg.role in roles:
             for capture in leg.http:
-                yield leg, capture
+                for part in _ANSWER_STARTS.split(capture.text):
+                    if part.strip():
+                        yield leg, Capture(capture.source, part)

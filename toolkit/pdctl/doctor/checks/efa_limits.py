@@ -69,7 +69,7 @@ def _unreachable(evidence: Evidence) -> Iterator[Answer]:
     found = seen(evidence, UNREACHABLE)
     if not found:
         return
-    numbers = set(found.values.get("errno", {}))
+    numbers = set(found.counts("errno"))
     never = "15" in numbers or "never" in found.values
     shared = "shared" in found.values
     yield Finding(
@@ -162,19 +162,20 @@ def _gpu_memory(evidence: Evidence) -> Iterator[Answer]:
 
 def _no_hmem_entry(leg: LegEvidence) -> Command | None:
     for command in leg.commands:
-        if "fi_info" in command.line and "FI_HMEM" in command.line:
-            if re.search(r"-61|No data", command.output):
-                return command
+        asked = "fi_info" in command.line and "FI_HMEM" in command.line
+        if asked and re.search(r"-61|No data", command.output):
+            return command
     return None
 
 
 def _no_peermem(leg: LegEvidence) -> Command | None:
     for command in leg.commands:
-        if "peermem" in command.line or "lsmod" in command.line:
-            if not re.search(r"peermem\s+\d+", command.output) and not re.fullmatch(
-                r"\s*[1-9]\d*\s*", command.output
-            ):
-                return command
+        asked = "peermem" in command.line or "lsmod" in command.line
+        loaded = re.search(r"peermem\s+\d+", command.output) or re.fullmatch(
+            r"\s*[1-9]\d*\s*", command.output
+        )
+        if asked and not loaded:
+            return command
     return None
 
 

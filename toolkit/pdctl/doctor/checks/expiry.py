@@ -20,6 +20,7 @@ from pdctl.doctor.checks.reading import (
     settings,
 )
 from pdctl.doctor.evidence.facts import Evidence
+from pdctl.doctor.evidence.metrics import Metrics
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding
 
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
@@ -30,21 +31,20 @@ DECODE_TTL_SECONDS = 480
 def _late_read(evidence: Evidence) -> Iterator[Answer]:
     released = seen(evidence, EXPIRED_RELEASE, "prefill")
     read = seen(evidence, UNRECOGNISED_READ, "prefill")
-    served = set(released.values.get("request", {})) & set(read.values.get("request", {}))
+    served = set(released.counts("request")) & set(read.counts("request"))
     growing = [
-        leg
-        for leg in evidence.role("prefill")
-        if leg.metrics and (leg.metrics.gain(EXPIRED) or 0) >= 5
+        leg for leg in evidence.role("prefill") if leg.metrics and _many_expired(leg.metrics)
     ]
     waiting = any(
         (leg.metrics.value("vllm:num_requests_waiting") or 0) >= 5
         for leg in evidence.role("decode")
         if leg.metrics
     )
-    unread = len(released.values.get("request", {}))
+    unread = len(released.counts("request"))
     bursts = max(released.values.get("when", {"": 0}).values(), default=0)
     spread = unread >= 5 and bursts < unread
-    if not served and not (growing and (waiting or unread)) and not spread:
+    once = any(each.metrics and each.metrics.gain(EXPIRED) is None for each in growing)
+    if not served and not (growing and (waiting or unread or once)) and not spread:
         return
     leg = released.leg if released else growing[0].name
     lease = settings(evidence, "lease")
@@ -75,6 +75,14 @@ def _late_read(evidence: Evidence) -> Iterator[Answer]:
         "tensor parallel rank logs its own line: divide counts by the ranks.",
         severity="error" if served else "warning",
     )
+
+
+def _many_expired(metrics: Metrics) -> bool:
+    gain, total = metrics.gain(EXPIRED), metrics.value(EXPIRED) or 0
+    if gain is not None:
+        return gain >= 5
+    served = metrics.value("vllm:request_success_total")
+    return total >= 10 and (served is None or total > 0.01 * served)
 
 
 def router_ttls(evidence: Evidence) -> list[Setting]:
@@ -174,8 +182,8 @@ def _read_after_free(evidence: Evidence) -> Iterator[Answer]:
     if not read:
         return
     released = seen(evidence, EXPIRED_RELEASE)
-    known = set(released.values.get("request", {}))
-    if set(read.values.get("request", {})) <= known and "prefill" in read.leg:
+    known = set(released.counts("request"))
+    if set(read.counts("request")) <= known and "prefill" in read.leg:
         return
     decode = any(leg in {each.name for each in evidence.role("decode")} for leg in read.legs)
     yield Finding(
@@ -240,7 +248,7 @@ CHECKS = (
         _late_read,
         needs=("log|metrics",),
         patterns=(EXPIRED_RELEASE, UNRECOGNISED_READ, *LOG_SETTINGS),
-        premises=("PD5002", "PD5004"),
+        premises=("PD5002", "PD5004", "PD5006"),
         explains=("PD4004",),
     ),
     Check(
@@ -274,7 +282,7 @@ CHECKS = (
         _read_after_free,
         needs=("log",),
         patterns=(UNRECOGNISED_READ, EXPIRED_RELEASE),
-        premises=("PD4001", "PD5003"),
+        premises=("PD4001", "PD5003", "PD5006"),
     ),
     Check(
         "PD4005",

@@ -20,14 +20,18 @@ from pdctl.doctor.checks.lines import (
 )
 from pdctl.doctor.checks.reading import (
     LOG_SETTINGS,
+    Seen,
     Setting,
     number,
     older,
+    same,
     seen,
+    setting,
     settings,
     vllm_version,
 )
 from pdctl.doctor.evidence.facts import Evidence
+from pdctl.doctor.evidence.metrics import Metrics
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
 OWN_ID = Pattern(
@@ -37,9 +41,36 @@ OWN_ID = Pattern(
 )
 NO_ANSWER = Pattern(
     "side-channel-no-answer",
-    ("zmq.error.Again", "Resource temporarily unavailable", "side channel", "handshake timed out"),
-    r"zmq\.error\.Again|(?i:side[ -]channel.*(?:refused|timed? ?out|unreachable|no route))"
-    r"|handshake timed out",
+    (
+        "zmq.error.Again",
+        "side channel",
+        "side-channel",
+        "handshake timed out",
+        "KVPoll.Bootstrapping",
+        "ootstrap",
+        "Name or service not known",
+        "Temporary failure in name resolution",
+    ),
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.*)?(?:zmq\.error\.Again|handshake timed out"
+    r"|(?i:side[ -]channel.*(?:refused|timed? ?out|unreachable|no route))"
+    r"|(?P<alone>KVPoll\.Bootstrapping"
+    r"|(?i:bootstrap (?:server|failed|connection)\b.*(?:timed out|refused|failed to connect)))"
+    r"|(?P<name>Name or service not known|Temporary failure in name resolution))",
+)
+LISTENING = Pattern(
+    "side-channel-listening",
+    ("Starting listening on path",),
+    r"(?P<when>\d\d:\d\d:\d\d)\b.*Starting listening on path",
+)
+BAD_ADDRESS = Pattern(
+    "side-channel-address-malformed",
+    ("Invalid argument (addr=", "make_zmq_path", "Protocol not supported (addr="),
+    r"Invalid argument \(addr=['\"](?P<address>[^'\"]+)",
+)
+NOT_MY_ADDRESS = Pattern(
+    "side-channel-address-foreign",
+    ("Cannot assign requested address", "No such device (addr=", "EADDRNOTAVAIL"),
+    r"(?:Cannot assign requested address|No such device)(?: \(addr=['\"]tcp://(?P<address>[^'\"]+))?",
 )
 LISTENER_DIED = Pattern(
     "handshake-listener-died",
@@ -58,14 +89,14 @@ def _local_host(evidence: Evidence) -> Iterator[Answer]:
     for leg, capture, host in remote_hosts(evidence):
         if LOCAL_ADDRESS.match(host):
             local.append((leg.name, Excerpt(capture.source, f"remote_host: {host}")))
-    for host in context.values.get("host", {}):
+    for host in context.counts("host"):
         if LOCAL_ADDRESS.match(host):
             local.append((DEPLOYMENT, context.excerpts[0]))
     stated = settings(evidence, "side_host", "prefill", "decode")
     wrong = [each for each in stated if LOCAL_ADDRESS.match(str(each.value))]
     local += [(each.leg, each.excerpt) for each in wrong]
-    own = seen(evidence, OWN_ID).values.get("own", {})
-    itself = [r for r in mismatch.values.get("received", {}) if r in own]
+    own = seen(evidence, OWN_ID).counts("own")
+    itself = [r for r in mismatch.counts("received") if r in own]
     if not local and not itself:
         return
     routable = [each for each in stated if not LOCAL_ADDRESS.match(str(each.value))]
@@ -74,9 +105,8 @@ def _local_host(evidence: Evidence) -> Iterator[Answer]:
     wildcard = any("0.0.0.0" in excerpt.text for _, excerpt in local)
     if not (symptom or apart or wildcard):
         return
-    leg = next((name for name, _ in local if name != DEPLOYMENT), mismatch.leg)
     yield Finding(
-        leg,
+        next((name for name, _ in local if name != DEPLOYMENT), mismatch.leg),
         "certain" if symptom and local else "likely",
         (*(excerpt for _, excerpt in local[:2]), *mismatch.excerpts[:2], *failed.excerpts[:1])[:4],
         "The side channel is advertised under an address that only its own host can use "
@@ -98,7 +128,7 @@ def _several_hosts(evidence: Evidence) -> bool:
 
 def _port_collision(evidence: Evidence) -> Iterator[Answer]:
     used = seen(evidence, ADDRESS_IN_USE)
-    addresses = used.values.get("zmq", {})
+    addresses = used.counts("zmq")
     for leg in evidence.legs:
         overlap = _overlap(leg.name, evidence)
         told = leg.name in used.legs and bool(addresses)
@@ -110,8 +140,8 @@ def _port_collision(evidence: Evidence) -> Iterator[Answer]:
             (*(used.excerpts[:2] if told else ()), *overlap)[:4],
             "Two sockets want one port: "
             + (
-                "the side channel and the KV events publisher overlap (each takes one port per "
-                "data parallel rank, from its base)."
+                "side channels and the KV events publisher must not overlap (each takes one port "
+                "per data parallel rank, from its base)."
                 if overlap
                 else f"{next(iter(addresses))} is held by another process: another leg on this "
                 "host with the same VLLM_NIXL_SIDE_CHANNEL_PORT, the KV events publisher, or a "
@@ -124,6 +154,8 @@ def _port_collision(evidence: Evidence) -> Iterator[Answer]:
 
 
 def _overlap(leg: str, evidence: Evidence) -> tuple[Excerpt, ...]:
+    if shared := _same_port(leg, evidence):
+        return shared
     for each in evidence.legs:
         if each.name != leg or not each.config:
             continue
@@ -141,16 +173,35 @@ def _overlap(leg: str, evidence: Evidence) -> tuple[Excerpt, ...]:
     return ()
 
 
+def _same_port(leg: str, evidence: Evidence) -> tuple[Excerpt, ...]:
+    """Another leg on this leg's host with the same side channel port."""
+    if _several_hosts(evidence):
+        return ()
+    ports = {each.leg: each for each in settings(evidence, "side_port")}
+    hosts = {each.leg: each for each in settings(evidence, "side_host")}
+    mine, host = ports.get(leg), hosts.get(leg)
+    for other, theirs in ports.items():
+        if not (other < leg and mine and host and other in hosts):
+            continue
+        if same(mine.value, theirs.value) and same(host.value, hosts[other].value):
+            return mine.excerpt, theirs.excerpt
+    return ()
+
+
 def _shared_id(evidence: Evidence) -> Iterator[Answer]:
-    ids = settings(evidence, "engine_id", "prefill", "decode")
+    ids = [
+        each
+        for each in settings(evidence, "engine_id", "prefill", "decode")
+        if not re.search(r"\$|\{", str(each.value))
+    ]
     counted = Counter(str(each.value) for each in ids if "{" not in str(each.value))
     twice = [each for each in ids if counted[str(each.value)] > 1]
     ranks = [each for each in ids if _replicas(evidence, each)]
     mismatch = seen(evidence, ENGINE_ID_MISMATCH)
     alike = [
         (expected, received)
-        for expected in mismatch.values.get("expected", {})
-        for received in mismatch.values.get("received", {})
+        for expected in mismatch.counts("expected")
+        for received in mismatch.counts("received")
         if expected != received and (received.startswith(expected) or expected.startswith(received))
     ]
     if not twice and not (ranks or alike):
@@ -175,12 +226,16 @@ def _replicas(evidence: Evidence, each: Setting) -> bool:
             ranks = leg.config.get("data_parallel_rank") if leg.config else None
             if isinstance(ranks, list) and len(ranks) > 1:
                 return True
+            for path, value in leg.config.values if leg.config else ():
+                mine = leg.role == each.role or each.role in path
+                if mine and path.endswith("replicas") and (number(value) or 1) > 1:
+                    return True
     return False
 
 
 def _kills_engine(evidence: Evidence) -> Iterator[Answer]:
     dead, failed = seen(evidence, ENGINE_DEAD), seen(evidence, TRANSFER_FAILURE)
-    handshake = any("handshake" in each for each in failed.values.get("type", {})) or (
+    handshake = any("handshake" in each for each in failed.counts("type")) or (
         failed and "id" in failed.values
     )
     if not dead or not handshake:
@@ -217,7 +272,10 @@ def _no_answer(evidence: Evidence) -> Iterator[Answer]:
         and re.search(r"(?i)timed out|refused|unreachable|filtered", command.output)
     ]
     failed = seen(evidence, TRANSFER_FAILURE)
-    if not closed and not (found and failed):
+    alone = "alone" in found.values or "name" in found.values
+    if not closed and not (found and (failed or alone)):
+        return
+    if _before_listening(evidence, found):
         return
     yield Finding(
         closed[0][0] if closed else found.leg,
@@ -229,6 +287,69 @@ def _no_answer(evidence: Evidence) -> Iterator[Answer]:
         "data parallel rank). Open it between the legs' nodes; if it answers nothing although it "
         "is open, restart the peer.",
     )
+
+
+def _before_listening(evidence: Evidence, unanswered: Seen) -> bool:
+    """Whether all handshakes without answer came before the peer listened."""
+    listening = seen(evidence, LISTENING).counts("when")
+    asked = unanswered.counts("when")
+    return bool(listening and asked) and max(asked) < min(listening)
+
+
+def _too_early(evidence: Evidence) -> Iterator[Answer]:
+    unanswered = seen(evidence, NO_ANSWER)
+    if unanswered and _before_listening(evidence, unanswered):
+        yield Finding(
+            unanswered.leg,
+            "likely",
+            (*unanswered.excerpts[:2], *seen(evidence, LISTENING).excerpts[:1]),
+            "Turns were sent before the peer's side channel listened: /health answers as soon as "
+            "the HTTP server is up, and the listener comes later.",
+            "Let traffic in only after a turn went through the pair (pdctl verify SPEC), or make "
+            "the readiness probe ask the side channel too: nc -z HOST 5600.",
+        )
+
+
+def _malformed(evidence: Evidence) -> Iterator[Answer]:
+    bad = seen(evidence, BAD_ADDRESS)
+    captured = [
+        Excerpt(capture.source, match[0])
+        for leg in evidence.legs
+        for capture in leg.http
+        if "remote_block_ids" in capture.text
+        and (
+            match := re.search(
+                r'"remote_(?:port|host)"\s*:\s*(?:null|"None"|""|\d+\.\d+)', capture.text
+            )
+        )
+    ]
+    if bad or captured:
+        yield Finding(
+            bad.leg if bad else DEPLOYMENT,
+            "certain" if bad else "likely",
+            (*bad.excerpts[:2], *captured[:1]),
+            "The side channel's address in kv_transfer_params is malformed"
+            + (f" ({bad.value('address')})" if bad else "")
+            + ": what carries the parameters changed their types (a port that became 5600.0, a "
+            "null), so the peer cannot be dialled.",
+            "Carry kv_transfer_params as they came, without converting numbers (protobuf's Struct "
+            "knows only doubles; send the port as text there).",
+        )
+
+
+def _foreign_address(evidence: Evidence) -> Iterator[Answer]:
+    found = seen(evidence, NOT_MY_ADDRESS)
+    if found:
+        host = setting(evidence, "side_host", "prefill", "decode")
+        yield Finding(
+            found.leg,
+            "certain",
+            (*found.excerpts[:2], *((host.excerpt,) if host else ())),
+            "The leg cannot listen on its side channel: the address "
+            f"{found.value('address') or ''} is none of this node's.",
+            "Set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of the node that the leg runs on (ip "
+            "addr); in a pdctl spec the leg's host.",
+        )
 
 
 def _broken_connection(evidence: Evidence) -> Iterator[Answer]:
@@ -271,18 +392,26 @@ def _listener(evidence: Evidence) -> Iterator[Answer]:
             "certain",
             died.excerpts,
             "The thread that answers handshakes has died; the leg stays healthy for /health, but "
-            "no new peer can connect to it. One message with a rank that it does not know is enough.",
+            "no new peer can connect to it. One message with an unknown rank is enough.",
             "Restart the leg, and keep the side channel's port away from everything but the legs.",
         )
+
+
+def _failures(metrics: Metrics) -> float:
+    """Failed transfers between the scrapes, or of all time when hardly any succeeded."""
+    name = "vllm:nixl_num_failed_transfers_total"
+    gain, total = metrics.gain(name), metrics.value(name) or 0
+    if gain is not None:
+        return gain
+    done = metrics.value("vllm:nixl_xfer_time_seconds_count")
+    return total if done is not None and total > 0.1 * done else 0
 
 
 def _unnamed_failures(evidence: Evidence) -> Iterator[Answer]:
     failed = seen(evidence, TRANSFER_FAILURE)
     recovered = seen(evidence, LOAD_FAILURE_RECOVERED)
     counted = [
-        (leg, gain)
-        for leg in evidence.engines
-        if leg.metrics and (gain := leg.metrics.gain("vllm:nixl_num_failed_transfers_total"))
+        (leg, gain) for leg in evidence.engines if leg.metrics and (gain := _failures(leg.metrics))
     ]
     if failed.count < 3 and not (failed and not recovered) and not any(g >= 3 for _, g in counted):
         return
@@ -290,7 +419,7 @@ def _unnamed_failures(evidence: Evidence) -> Iterator[Answer]:
     for leg, _ in counted:
         if leg.metrics:
             shown.append(leg.metrics.excerpt("vllm:nixl_num_failed_transfers_total"))
-    kinds = ", ".join(sorted(failed.values.get("type", {}))) or "transfers"
+    kinds = ", ".join(sorted(failed.counts("type"))) or "transfers"
     yield Finding(
         failed.leg if failed else counted[0][0].name,
         "possible",
@@ -301,70 +430,79 @@ def _unnamed_failures(evidence: Evidence) -> Iterator[Answer]:
     )
 
 
-def _check(number_: int, title: str, slug: str, run: object, **more: object) -> Check:
-    return Check(  # type: ignore[arg-type]
-        f"PD20{number_:02}", title, Category.NIXL_HANDSHAKE, "error", slug, run, **more
-    )
-
-
 CHECKS = (
-    _check(
-        1,
+    Check(
+        "PD2001",
         "The side channel's address is local",
+        Category.NIXL_HANDSHAKE,
+        "error",
         "side-channel-host",
         _local_host,
         needs=("log|env|config|http",),
         patterns=(ENGINE_ID_MISMATCH, TRANSFER_FAILURE, CONTEXT_HOST, OWN_ID, *LOG_SETTINGS),
         explains=("PD2003", "PD2005", "PD2007", "PD2009", "PD2061", "PD4501", "PD4511", "PD6507"),
     ),
-    _check(
-        2,
+    Check(
+        "PD2002",
         "Two sockets want one port",
+        Category.NIXL_HANDSHAKE,
+        "error",
         "side-channel-port-taken",
         _port_collision,
         needs=("log|env|config",),
         patterns=(ADDRESS_IN_USE,),
         explains=("PD2005", "PD2008", "PD2009", "PD8505", "PD8560"),
     ),
-    _check(
-        3,
+    Check(
+        "PD2003",
         "Engines share an id",
+        Category.NIXL_HANDSHAKE,
+        "error",
         "engine-id-shared",
         _shared_id,
         needs=("log|config",),
         patterns=(ENGINE_ID_MISMATCH, *LOG_SETTINGS),
         explains=("PD2007", "PD2009"),
     ),
-    _check(
-        4,
+    Check(
+        "PD2004",
         "A failed handshake ends the engine",
+        Category.NIXL_HANDSHAKE,
+        "error",
         "handshake-ends-engine",
         _kills_engine,
         needs=("log",),
         patterns=(ENGINE_DEAD, TRANSFER_FAILURE, KEY_ERROR),
         explains=("PD2005", "PD2009", "PD8505"),
     ),
-    _check(
-        5,
+    Check(
+        "PD2005",
         "The side channel does not answer",
+        Category.NIXL_HANDSHAKE,
+        "error",
         "side-channel-no-answer",
         _no_answer,
         needs=("log|commands",),
-        patterns=(NO_ANSWER, TRANSFER_FAILURE),
-        explains=("PD2009",),
+        patterns=(NO_ANSWER, TRANSFER_FAILURE, LISTENING),
+        premises=("PD2010", "PD2011"),
+        explains=("PD2009", "PD2061"),
     ),
-    _check(
-        6,
+    Check(
+        "PD2006",
         "The connection to a peer broke and stays broken",
+        Category.NIXL_HANDSHAKE,
+        "error",
         "connection-broken",
         _broken_connection,
         needs=("log|commands",),
         patterns=(REMOTE_DISCONNECT, AGENT_UNKNOWN),
-        explains=("PD2009", "PD4511", "PD6507"),
+        explains=("PD1015", "PD2009", "PD4511", "PD6507"),
     ),
-    _check(
-        7,
+    Check(
+        "PD2007",
         "Another engine answers the handshake",
+        Category.NIXL_HANDSHAKE,
+        "error",
         "other-engine-answers",
         _other_peer,
         needs=("log",),
@@ -372,18 +510,55 @@ CHECKS = (
         premises=("PD2001", "PD2003"),
         explains=("PD2009",),
     ),
-    _check(
-        8,
+    Check(
+        "PD2008",
         "The handshake listener has died",
+        Category.NIXL_HANDSHAKE,
+        "error",
         "handshake-listener-died",
         _listener,
         needs=("log",),
         patterns=(LISTENER_DIED, ADDRESS_IN_USE),
         explains=("PD2005", "PD2009"),
     ),
-    _check(
-        9,
+    Check(
+        "PD2010",
+        "The side channel's address is malformed",
+        Category.NIXL_HANDSHAKE,
+        "error",
+        "side-channel-address-malformed",
+        _malformed,
+        needs=("log|http",),
+        patterns=(BAD_ADDRESS,),
+        explains=("PD2005", "PD2009", "PD4510"),
+    ),
+    Check(
+        "PD2011",
+        "The side channel's address is another node's",
+        Category.NIXL_HANDSHAKE,
+        "error",
+        "side-channel-address-foreign",
+        _foreign_address,
+        needs=("log|commands",),
+        patterns=(NOT_MY_ADDRESS, *LOG_SETTINGS),
+        explains=("PD2005", "PD2009", "PD2060", "PD8505", "PD8560"),
+    ),
+    Check(
+        "PD8504",
+        "Traffic before the side channel listens",
+        Category.LAUNCH_LIFECYCLE,
+        "error",
+        "ready-too-early",
+        _too_early,
+        needs=("log",),
+        patterns=(NO_ANSWER, LISTENING),
+        explains=("PD2005", "PD2009"),
+    ),
+    Check(
+        "PD2009",
         "NIXL transfers fail",
+        Category.NIXL_HANDSHAKE,
+        "error",
         "transfers-fail",
         _unnamed_failures,
         needs=("log|metrics",),

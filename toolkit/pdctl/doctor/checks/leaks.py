@@ -17,8 +17,18 @@ PUSH_TIMEOUT = Pattern(
 )
 WAITING_FOR_REMOTE = Pattern(
     "waiting-for-remote-kv",
-    ("still in WAITING_FOR_REMOTE_KVS",),
-    r"(?P<request>\S+) is still in WAITING_FOR_REMOTE_KVS",
+    ("still in WAITING_FOR_REMOTE_KVS", "KVPoll.WaitingForInput"),
+    r"(?P<request>\S+) is still in WAITING_FOR_REMOTE_KVS"
+    r"|(?P<gave_up>timed out after .* in KVPoll\.WaitingForInput)",
+)
+REJECTED = Pattern(
+    "request-refused",
+    ("400 Bad Request", "422 Unprocessable", "404 Not Found"),
+    r"POST /v1/\S+ HTTP/[\d.]+\" (?:400|404|422)",
+)
+RELEASE_CRASH = Pattern(
+    "release-crash",
+    ("update_from_kv_xfer_finished",),
 )
 PEER_DOWN = Pattern(
     "decode-down",
@@ -45,7 +55,8 @@ def _usage(leg: LegEvidence) -> list[float]:
     """KV cache usage of every scrape, 0 to 1."""
     if not leg.metrics:
         return []
-    return leg.metrics.series(USAGE) or leg.metrics.series("vllm:gpu_cache_usage_perc")
+    names = (USAGE, "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+    return next((values for name in names if (values := leg.metrics.series(name))), [])
 
 
 def idle_usage(leg: LegEvidence) -> float | None:
@@ -191,10 +202,58 @@ def _idle_but_full(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+def _stranded(evidence: Evidence) -> Iterator[Answer]:
+    """Prefill's blocks that decode will never report as read."""
+    released = seen(evidence, EXPIRED_RELEASE, "prefill")
+    unread = set(released.counts("request"))
+    rejected = seen(evidence, REJECTED, "decode")
+    if len(unread) >= 3 and rejected.count >= 3:
+        yield Finding(
+            released.leg,
+            "likely",
+            (*rejected.excerpts[:1], *released.excerpts[:2]),
+            "Decode refuses requests before it admits them (a wrong parameter, template or model "
+            "name), so it never reads their KV and never tells prefill: prefill keeps the blocks "
+            "until their time is over.",
+            "Validate requests before prefill (the router must send the same checks to both legs "
+            "first), and keep the lease short (kv_lease_duration 30).",
+        )
+        return
+    read = seen(evidence, UNRECOGNISED_READ, "prefill")
+    strangers = set(read.counts("request")) - unread
+    for leg in evidence.role("prefill"):
+        idle = idle_usage(leg)
+        if strangers and leg.name in read.legs and idle and idle >= 0.05 and leg.metrics:
+            yield Finding(
+                leg.name,
+                "likely",
+                (*read.excerpts[:2], leg.metrics.excerpt(USAGE)),
+                "Decode reports reads under ids that prefill does not know (its own instead of "
+                "prefill's, seen with MLA models and unequal tensor parallel sizes), so the blocks "
+                "of the real ids are never freed.",
+                "Upgrade vLLM, or give both roles the same --tensor-parallel-size; restart prefill "
+                "to get its blocks back.",
+            )
+
+
+def _crash_on_release(evidence: Evidence) -> Iterator[Answer]:
+    found = seen(evidence, RELEASE_CRASH)
+    if found:
+        yield Finding(
+            found.leg,
+            "certain",
+            found.excerpts,
+            "The engine dies when it frees the blocks of a request that was aborted or had "
+            "expired: the scheduler no longer knows it (a KeyError in old vLLM releases).",
+            "Upgrade vLLM (0.11 or later); until then raise the time to live so that nothing "
+            "expires, and restart the leg.",
+        )
+
+
 def _waits_for_ever(evidence: Evidence) -> Iterator[Answer]:
     waiting = seen(evidence, WAITING_FOR_REMOTE)
     most = max(waiting.values.get("request", {"": 0}).values(), default=0)
-    if most >= 3:
+    if most >= 3 or waiting.values.get("gave_up"):
         yield _stuck(waiting.leg, "likely", waiting.excerpts)
         return
     for leg in evidence.engines:
@@ -275,6 +334,29 @@ CHECKS = (
         patterns=LOG_SETTINGS,
     ),
     Check(
+        "PD5006",
+        "Blocks that decode never reports as read",
+        Category.BLOCK_LEAK,
+        "error",
+        "never-reported-read",
+        _stranded,
+        needs=("log",),
+        patterns=(EXPIRED_RELEASE, UNRECOGNISED_READ, REJECTED),
+        premises=("PD5003", "PD5004"),
+        explains=("PD4001", "PD4004", "PD5005", "PD5002"),
+    ),
+    Check(
+        "PD5008",
+        "Freeing an aborted request ends the engine",
+        Category.BLOCK_LEAK,
+        "error",
+        "release-ends-engine",
+        _crash_on_release,
+        needs=("log",),
+        patterns=(RELEASE_CRASH,),
+        explains=("PD4001", "PD5002", "PD8505"),
+    ),
+    Check(
         "PD5007",
         "Requests wait for KV that never comes",
         Category.BLOCK_LEAK,
@@ -283,6 +365,6 @@ CHECKS = (
         _waits_for_ever,
         needs=("log|metrics",),
         patterns=(WAITING_FOR_REMOTE,),
-        explains=("PD5005",),
+        explains=("PD2009", "PD5005"),
     ),
 )

@@ -106,7 +106,7 @@ def _together(first: Seen, second: Seen) -> bool:
     """Whether two symptoms came at about the same time of day, as far as lines tell it."""
 
     def seconds(found: Seen) -> list[int]:
-        texts = found.values.get("when", {})
+        texts = found.counts("when")
         return [int(t[:2]) * 3600 + int(t[3:5]) * 60 + int(t[6:8]) for t in texts]
 
     ours, theirs = seconds(first), seconds(second)

@@ -16,7 +16,8 @@ TRANSFER_FAILURE = Pattern(
 ENGINE_ID_MISMATCH = Pattern(
     "engine-id-mismatch",
     ("engine ID mismatch", "engine id mismatch", "engine_id mismatch"),
-    r"(?i)engine[ _]id mismatch\.?\s*Expected (?P<expected>[^\s,]+),\s*received (?P<received>\S+?)\.?\s*$",
+    r"(?i)engine[ _]id mismatch\.?\s*Expected (?P<expected>[^\s,]+),\s*"
+    r"received (?P<received>\S+?)\.?\s*$",
 )
 CONTEXT_HOST = Pattern(
     "context-remote-host",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from pdctl.doctor.evidence.facts import Command, Evidence, LegEvidence
 from pdctl.doctor.legs import answers, health, start_time, state
-from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding
+from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, More
 
 CLOCKS_APART_SECONDS = 2.0
 RESTARTED_SECONDS = 60.0
@@ -15,7 +15,8 @@ _LOOPBACK = re.compile(r"^(localhost|127\.|::1$|0\.0\.0\.0$|::$)")
 
 def _not_running(evidence: Evidence) -> Iterator[Answer]:
     states = {leg.name: found for leg in evidence.legs if (found := state(leg))}
-    if states and all(found.phase == "not started" for found in states.values()):
+    stopped = all(found.phase == "not started" for found in states.values())
+    if states and stopped and not any(found.detail for found in states.values()):
         silent = [leg for leg in evidence.legs if (h := health(leg)) and h.status is None]
         if len(silent) == len(states):
             yield Finding(
@@ -28,8 +29,12 @@ def _not_running(evidence: Evidence) -> Iterator[Answer]:
                 severity="warning",
             )
             return
+    engines_up = all((h := health(leg)) is None or h.status == 200 for leg in evidence.engines)
     for leg in evidence.legs:
         found, answer = states.get(leg.name), health(leg)
+        if leg.role == "router" and not engines_up and answer and answer.status == 503:
+            # It says that a leg is down, and that leg is told of.
+            continue
         if found is not None and found.fatal:
             port = "Address already in use" in found.fatal
             yield Finding(
@@ -42,6 +47,15 @@ def _not_running(evidence: Evidence) -> Iterator[Answer]:
                 if port
                 else "Correct what the line says, then `pdctl up SPEC`.",
             )
+        elif found is not None and found.phase == "not started" and found.detail:
+            yield Finding(
+                leg.name,
+                "certain",
+                (found.excerpt,),
+                f"The leg does not run; its last start ended with: {found.detail}.",
+                f"Correct that (`pdctl logs DEPLOYMENT {leg.name}` shows all of it), then "
+                "`pdctl up SPEC`.",
+            )
         elif found is not None and found.phase == "dead":
             yield Finding(
                 leg.name,
@@ -51,6 +65,9 @@ def _not_running(evidence: Evidence) -> Iterator[Answer]:
                 f"Correct what its log says (`pdctl logs DEPLOYMENT {leg.name}`), then "
                 "`pdctl up SPEC`: it restarts what does not run.",
             )
+        elif stopped and states:
+            # Stopped with the leg whose start failed.
+            continue
         elif answer is not None and answer.status != 200:
             said = f"answers {answer.status}" if answer.status else f"does not ({answer.error})"
             starting = found is not None and found.phase == "starting"
@@ -204,28 +221,8 @@ CHECKS = (
         playbook="leg-not-healthy",
         needs=("commands|http",),
         run=_not_running,
-        explains=("PD2060",),
-    ),
-    Check(
-        code="PD2060",
-        title="A leg's address or side channel cannot be reached",
-        category=Category.NIXL_HANDSHAKE,
-        severity="error",
-        playbook="side-channel-unreachable",
-        needs=("commands",),
-        run=_unreachable,
-        explains=("PD4562", "PD4563"),
-    ),
-    Check(
-        code="PD2061",
-        title="A leg tells its peers the wrong side-channel host",
-        category=Category.NIXL_HANDSHAKE,
-        severity="error",
-        playbook="wrong-side-channel-host",
-        needs=("env",),
-        run=_side_channel_host,
-        explains=("PD2060", "PD4562", "PD4563", "PD8560"),
-        cheap=True,
+        explains=("PD8505",),
+        symptom=True,
     ),
     Check(
         code="PD7560",
@@ -236,14 +233,10 @@ CHECKS = (
         needs=("http",),
         run=_clocks,
     ),
-    Check(
-        code="PD8561",
-        title="Decode was restarted under the same engine id",
-        category=Category.LAUNCH_LIFECYCLE,
-        severity="error",
-        playbook="restarted-under-the-same-engine-id",
-        needs=("config", "metrics|commands"),
-        run=_restarted,
-        explains=("PD4562", "PD4563"),
-    ),
+)
+
+MORE = (
+    More("PD2001", _side_channel_host, ("env",), (), ("PD2005", "PD4511", "PD4563"), cheap=True),
+    More("PD2005", _unreachable, ("commands",), (), ("PD4511", "PD4563")),
+    More("PD8501", _restarted, ("config", "metrics", "commands"), (), ("PD4511", "PD4563")),
 )

@@ -12,7 +12,7 @@ from pdctl.doctor.legs import (
     health,
     setting,
 )
-from pdctl.doctor.model import Answer, Category, Check, Finding, Pattern, Unknown
+from pdctl.doctor.model import Answer, Category, Check, Finding, More, Pattern, Unknown
 
 ENOUGH_TURNS = 3
 """Turns that the router has seen before their outcome says anything."""
@@ -174,41 +174,6 @@ def _probe(evidence: Evidence) -> Iterator[Answer]:
 
 CHECKS = (
     Check(
-        code="PD6060",
-        title="Streamed answers carry no handle",
-        category=Category.STREAMING_METADATA,
-        severity="error",
-        playbook="streams-carry-no-handle",
-        needs=("log",),
-        patterns=(
-            *PATTERNS,
-            STARTED,
-        ),
-        run=_no_handles_in_streams,
-        explains=("PD5560", "PD4562", "PD4563"),
-    ),
-    Check(
-        code="PD5560",
-        title="Turns name no conversation",
-        category=Category.ROUTER_SESSION,
-        severity="error",
-        playbook="no-conversation-id",
-        needs=("metrics",),
-        patterns=PATTERNS,
-        premises=("PD6060",),
-        run=_no_conversation,
-    ),
-    Check(
-        code="PD4562",
-        title="Handles are sent and nothing is read back",
-        category=Category.SILENT_RECOMPUTE,
-        severity="error",
-        playbook="nothing-is-read-back",
-        needs=("metrics",),
-        run=_no_reuse,
-        explains=("PD4563",),
-    ),
-    Check(
         code="PD4563",
         title="A probe turn is not reused",
         category=Category.SILENT_RECOMPUTE,
@@ -217,4 +182,16 @@ CHECKS = (
         needs=("http",),
         run=_probe,
     ),
+)
+
+MORE = (
+    More(
+        "PD6003",
+        _no_handles_in_streams,
+        ("log",),
+        (*PATTERNS, STARTED),
+        ("PD5501", "PD4511", "PD4563"),
+    ),
+    More("PD5501", _no_conversation, ("metrics",), PATTERNS, ("PD4511", "PD4563")),
+    More("PD4511", _no_reuse, ("metrics",), (), ("PD4563",)),
 )

@@ -26,6 +26,8 @@ NO_KV_MEMORY = Pattern(
         "No available memory for the cache blocks",
         "Available KV cache memory: -",
         "larger than the maximum number of tokens that can be stored in KV cache",
+        "CUDA out of memory",
+        "torch.OutOfMemoryError",
     ),
 )
 

@@ -33,16 +33,36 @@ TP_LIMIT = Pattern(
         "P TP > D TP",
         "remote_tp_size",
         "block_size_ratio_from_engine_id",
-        "TP size mismatch",
+        "TP size",
+        "tp_size",
+        "different TP",
+        "tensor parallel",
         "error loading remote metadata",
         "must be divisible by",
     ),
-    r"sharding boundary|P[_ ]TP > D[_ ]TP|block_size_ratio_from_engine_id|TP size mismatch"
+    r"sharding boundary|P[_ ]TP > D[_ ]TP|block_size_ratio_from_engine_id"
+    r"|(?i:(?:not support\w*|mismatch|differ\w*|unequal|incompatible)\b.*"
+    r"\b(?:TP|tp_size|tensor parallel)\b)"
+    r"|(?i:\b(?:TP|tp_size|tensor parallel) (?:size\w* )?.*"
+    r"(?:mismatch|not supported|must match|differ))"
     r"|(?P<metadata>error loading remote metadata)|remote_tp_size",
 )
 LAYOUT = Pattern(
     "layout-differs",
     ("same kv_cache_layout", "requires contiguous heads", "block-contiguous layout"),
+)
+UNSUPPORTED = Pattern(
+    "connector-unsupported",
+    (
+        "not supported for NIXL",
+        "NixlConnector PCP",
+        "NixlPushConnector does not support",
+        "NixlPushConnector consumer",
+        "kv_buffer is not supported",
+        "DCP is not supported",
+        "does not preserve CSA",
+        "do not support bidirectional",
+    ),
 )
 HYBRID = Pattern(
     "hybrid-prefix-caching",
@@ -67,13 +87,15 @@ BLOCK_GEOMETRY = Pattern(
         "nixl_agent_meta.num_blocks",
         "block lengths must match",
         "nixl_agent_meta.block_len",
+        "Number of KV cache groups must match",
+        "must have the same number of blocks",
     ),
 )
 
 
 def _backend_variable(evidence: Evidence) -> Iterator[Answer]:
     unknown = seen(evidence, UNKNOWN_VARIABLE)
-    in_log = [n for n in unknown.values.get("name", {}) if "BACKEND" in n and "NIXL" in n]
+    in_log = [n for n in unknown.counts("name") if "BACKEND" in n and "NIXL" in n]
     if any("LIBFABRIC" in names for _, names in backends(evidence)):
         return
     for leg in evidence.legs:
@@ -92,7 +114,7 @@ def _backend_variable(evidence: Evidence) -> Iterator[Answer]:
         if not mine and not told:
             continue
         created = leg.hits.get(BACKEND_CREATED.name)
-        opened = created.values.get("backend", {}) if created else {}
+        opened = list(created.values.get("backend", ())) if created else []
         yield Finding(
             leg.name,
             "certain" if told or "UCX" in opened else "likely",
@@ -112,9 +134,9 @@ def _backend_variable(evidence: Evidence) -> Iterator[Answer]:
 def _tensor_parallel(evidence: Evidence) -> Iterator[Answer]:
     unequal = differing(evidence, "tensor_parallel")
     limit, failed = seen(evidence, TP_LIMIT), seen(evidence, TRANSFER_FAILURE)
-    named = limit and set(limit.values.get("metadata", {})) == set()
+    named = limit and set(limit.counts("metadata")) == set()
     if not named and not (
-        unequal and (limit or any("handshake" in t for t in failed.values.get("type", {})))
+        unequal and (limit or any("handshake" in t for t in failed.counts("type")))
     ):
         return
     sizes = ", ".join(f"{each.role} {each.value}" for each in unequal) or "see the message"
@@ -228,24 +250,20 @@ def _one_sided(evidence: Evidence) -> Iterator[Answer]:
     if is_true(prefill.value) == is_true(decode.value):
         return
     if is_true(prefill.value):
-        leg, cause = (
-            decode.leg,
-            (
-                "bidirectional_kv_xfer is on for prefill and off for decode: decode frees its blocks "
-                "at the end of a turn and hands out no kv_transfer_params, so every turn is a miss."
-            ),
+        wrong = decode
+        cause = (
+            "bidirectional_kv_xfer is on for prefill and off for decode: decode frees its blocks "
+            "at the end of a turn and hands out no kv_transfer_params, so every turn is a miss."
         )
     else:
-        leg, cause = (
-            prefill.leg,
-            (
-                "bidirectional_kv_xfer is off for prefill and on for decode: decode pins every "
-                "finished turn for its TTL for nothing, and a stock prefill that is given a handle "
-                "waits for ever, without an error."
-            ),
+        wrong = prefill
+        cause = (
+            "bidirectional_kv_xfer is off for prefill and on for decode: decode pins every "
+            "finished turn for its TTL for nothing, and a stock prefill that is given a handle "
+            "waits for ever, without an error."
         )
     yield Finding(
-        leg,
+        wrong.leg,
         "certain",
         (prefill.excerpt, decode.excerpt),
         cause,
@@ -286,7 +304,13 @@ def _compatibility(evidence: Evidence) -> Iterator[Answer]:
 
 
 def _model(evidence: Evidence) -> Iterator[Answer]:
-    for name, what in (("model", "models"), ("max_model_len", "context lengths")):
+    for name, what in (
+        ("model", "models"),
+        ("revision", "revisions of the model"),
+        ("chat_template", "chat templates"),
+        ("tokenizer", "tokenizers"),
+        ("max_model_len", "context lengths"),
+    ):
         unequal = differing(evidence, name)
         if unequal and not same(*(str(e.value).rstrip("/").rpartition("/")[2] for e in unequal)):
             yield Finding(
@@ -295,8 +319,8 @@ def _model(evidence: Evidence) -> Iterator[Answer]:
                 tuple(each.excerpt for each in unequal),
                 f"Prefill and decode have different {what}: "
                 f"{', '.join(f'{each.role} {each.value}' for each in unequal)}.",
-                "Use one model, revision and --max-model-len on all legs; render them from one spec.",
-                severity="error" if name == "model" else "warning",
+                "Use one model, revision and --max-model-len on all legs, rendered from one spec.",
+                severity="warning" if name == "max_model_len" else "error",
             )
 
 
@@ -337,6 +361,19 @@ def _roles(evidence: Evidence) -> Iterator[Answer]:
             )
 
 
+def _unsupported(evidence: Evidence) -> Iterator[Answer]:
+    found = seen(evidence, UNSUPPORTED)
+    if found:
+        yield Finding(
+            found.leg,
+            "certain",
+            found.excerpts,
+            "The connector refuses this combination of settings; the message says which.",
+            "Change the setting that the message names on both legs. Bidirectional transfer needs "
+            "the pull connector, no prefill context parallelism and no pipeline on decode.",
+        )
+
+
 def _speculative(evidence: Evidence) -> Iterator[Answer]:
     of_role: dict[str, Setting] = {}
     for each in settings(evidence, "speculative"):
@@ -366,60 +403,66 @@ def _speculative(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
-def _check(number: int, title: str, slug: str, run: object, **more: object) -> Check:
-    return Check(  # type: ignore[arg-type]
-        f"PD30{number:02}", title, Category.CONFIG_MISMATCH, "error", slug, run, **more
-    )
-
-
 CHECKS = (
-    _check(
-        1,
+    Check(
+        "PD3001",
         "The backend is set where nobody reads it",
+        Category.CONFIG_MISMATCH,
+        "error",
         "backend-variable-ignored",
         _backend_variable,
         needs=("env|log|config",),
         patterns=(UNKNOWN_VARIABLE, BACKEND_CREATED, *LOG_SETTINGS),
     ),
-    _check(
-        2,
+    Check(
+        "PD3002",
         "Unequal tensor parallel sizes",
+        Category.CONFIG_MISMATCH,
+        "error",
         "tensor-parallel-unequal",
         _tensor_parallel,
         needs=("log|config",),
         patterns=(TP_LIMIT, TRANSFER_FAILURE, *LOG_SETTINGS),
         explains=("PD2004", "PD2009", "PD1015", "PD3008", "PD8505"),
     ),
-    _check(
-        3,
+    Check(
+        "PD3003",
         "KV cache dtypes differ",
+        Category.CONFIG_MISMATCH,
+        "error",
         "cache-dtype-differs",
         _cache_dtype,
         needs=("config",),
         patterns=(COMPATIBILITY, *LOG_SETTINGS),
         explains=("PD3008", "PD3062", "PD2009", "PD2006", "PD6509"),
     ),
-    _check(
-        4,
+    Check(
+        "PD3004",
         "KV cache layout forced on one side",
+        Category.CONFIG_MISMATCH,
+        "error",
         "cache-layout-differs",
         _layout,
         needs=("log|env",),
         patterns=(LAYOUT, *LOG_SETTINGS),
         explains=("PD3002", "PD3008", "PD2009"),
     ),
-    _check(
-        5,
+    Check(
+        "PD3005",
         "Prefix caching with a hybrid model",
+        Category.CONFIG_MISMATCH,
+        "error",
         "hybrid-prefix-caching",
         _hybrid,
         needs=("log",),
         patterns=(HYBRID, *LOG_SETTINGS),
         explains=("PD8505", "PD2009"),
     ),
-    _check(
-        6,
+    Check(
+        "PD3006",
         "KV blocks differ between the roles",
+        Category.CONFIG_MISMATCH,
+        "error",
         "block-size-differs",
         _block_size,
         needs=("log|config",),
@@ -427,9 +470,11 @@ CHECKS = (
         premises=("PD3003",),
         explains=("PD3008", "PD3062", "PD2009", "PD8505"),
     ),
-    _check(
-        7,
+    Check(
+        "PD3007",
         "Bidirectional transfer on one leg only",
+        Category.CONFIG_MISMATCH,
+        "error",
         "bidirectional-one-sided",
         _one_sided,
         needs=("config|log|settings",),
@@ -437,9 +482,11 @@ CHECKS = (
         premises=("PD3060",),
         explains=("PD4511", "PD5007", "PD6001", "PD5501", "PD4562", "PD5560"),
     ),
-    _check(
-        8,
+    Check(
+        "PD3008",
         "Prefill and decode refuse each other",
+        Category.CONFIG_MISMATCH,
+        "error",
         "compatibility-hash",
         _compatibility,
         needs=("log",),
@@ -447,35 +494,54 @@ CHECKS = (
         premises=("PD3003", "PD6509"),
         explains=("PD2009", "PD4511"),
     ),
-    _check(
-        9,
+    Check(
+        "PD3009",
         "Prefill and decode serve different models",
+        Category.CONFIG_MISMATCH,
+        "error",
         "model-differs",
         _model,
         needs=("config",),
         patterns=LOG_SETTINGS,
         explains=("PD3008",),
     ),
-    _check(
-        10,
+    Check(
+        "PD3010",
         "Connectors that do not fit",
+        Category.CONFIG_MISMATCH,
+        "error",
         "connectors-differ",
         _connector_kind,
         needs=("config|log",),
         patterns=LOG_SETTINGS,
         explains=("PD3008", "PD2009"),
     ),
-    _check(
-        11,
+    Check(
+        "PD3011",
         "Roles are swapped",
+        Category.CONFIG_MISMATCH,
+        "error",
         "roles-swapped",
         _roles,
         needs=("config|log",),
         patterns=LOG_SETTINGS,
     ),
-    _check(
-        12,
+    Check(
+        "PD3013",
+        "The connector does not support this combination",
+        Category.CONFIG_MISMATCH,
+        "error",
+        "combination-unsupported",
+        _unsupported,
+        needs=("log",),
+        patterns=(UNSUPPORTED,),
+        explains=("PD8505",),
+    ),
+    Check(
+        "PD3012",
         "A draft model on one role only",
+        Category.CONFIG_MISMATCH,
+        "error",
         "speculation-one-sided",
         _speculative,
         needs=("config",),

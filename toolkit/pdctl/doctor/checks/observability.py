@@ -6,7 +6,14 @@ import re
 from collections.abc import Iterator
 
 from pdctl.doctor.checks.expiry import EXPIRED
-from pdctl.doctor.checks.lines import EXPIRED_RELEASE, KV_TRANSFER_METRICS, UNRECOGNISED_READ
+from pdctl.doctor.checks.lines import (
+    EXPIRED_RELEASE,
+    KV_TRANSFER_METRICS,
+    LOAD_FAILURE_FAILS,
+    LOAD_FAILURE_RECOVERED,
+    TRANSFER_FAILURE,
+    UNRECOGNISED_READ,
+)
 from pdctl.doctor.checks.reading import LOG_SETTINGS, is_true, number, seen, setting, settings
 from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
@@ -22,6 +29,7 @@ TELEMETRY_OFF = Pattern(
     r"(?P<failed>when telemetry is not enabled|NIXL_ERR_NO_TELEMETRY|NoTelemetryError)"
     r"|NIXL telemetry is disabled",
 )
+SKIPPED_POST = Pattern("skipped-post-processing", ("Skipping KV post-processing for failed",))
 FULL_HIT = Pattern(
     "full-external-hit",
     ("hit tokens:",),
@@ -65,7 +73,7 @@ def _telemetry(evidence: Evidence) -> Iterator[Answer]:
         off[0].leg if off else found.leg,
         "certain" if found else "likely",
         (*(each.excerpt for each in off[:1]), *found.excerpts[:2], *failed[:1])[:4],
-        "NIXL's telemetry is switched off (NIXL_TELEMETRY_ENABLE), and vLLM asks for it after every "
+        "NIXL's telemetry is off (NIXL_TELEMETRY_ENABLE), and vLLM asks for it after every "
         "finished transfer and takes the refusal for a failed one: KV arrives, every request is "
         "failed or computed again, and transfer metrics stay at zero.",
         "Unset NIXL_TELEMETRY_ENABLE or set it to y on every engine, and restart. Do not look for "
@@ -86,14 +94,15 @@ def _cached_tokens(evidence: Evidence) -> Iterator[Answer]:
             prompts, cached = _PROMPT.findall(capture.text), _CACHED.findall(capture.text)
             shown = Excerpt(capture.source, capture.text.strip()[:300])
             pairs += [(int(p), int(c), shown) for p, c in zip(prompts, cached, strict=False)]
-    alike = [each for each in pairs if each[0] >= 64 and each[0] - each[1] == 1]
+    alike = [each for each in pairs if each[0] >= 64 and each[1] >= each[0] - 1]
     if alike and len(alike) >= 0.95 * len(pairs):
         yield Finding(
             alike[0][2].source.partition("/")[0],
             "likely",
             tuple(each[2] for each in alike[:2]),
-            "cached_tokens is the prompt less one in every answer: decode counts the KV it got "
-            "from prefill as cached. It says nothing of reuse, not even for a first prompt.",
+            "cached_tokens is the whole prompt (or all but one token, or more than it) in every "
+            "answer: decode counts the KV it got from prefill as cached, or counts it twice. It "
+            "says nothing of reuse, not even for a first prompt.",
             "Take reuse from prefill: its vllm:prompt_tokens_by_source_total or the usage of its "
             "leg (pd-router's X-PD-Tokens-Read). Rewrite usage in the router if it is billed.",
             severity="warning",
@@ -175,6 +184,61 @@ def _no_vllm(evidence: Evidence) -> Iterator[Answer]:
             )
 
 
+def _failure_hidden(evidence: Evidence) -> Iterator[Answer]:
+    """With policy fail every failed receive must fail a request; here none did."""
+    policy = setting(evidence, "policy", "decode") or setting(evidence, "policy")
+    failed, skipped = (
+        seen(evidence, TRANSFER_FAILURE, "decode"),
+        seen(evidence, SKIPPED_POST, "decode"),
+    )
+    handled = seen(evidence, LOAD_FAILURE_FAILS, "decode") or seen(
+        evidence, LOAD_FAILURE_RECOVERED, "decode"
+    )
+    if failed and skipped and not handled and policy and str(policy.value) == "fail":
+        yield Finding(
+            failed.leg,
+            "likely",
+            (*failed.excerpts[:1], *skipped.excerpts[:1], policy.excerpt),
+            "A receive failed and no request was failed or computed again although the policy is "
+            "fail: this connector loses the failure (seen with hybrid models) and answers from "
+            "blocks that were never filled, with HTTP 200.",
+            "Do not trust the answers of these requests. Upgrade vLLM, or serve hybrid models "
+            "without transfer until a golden prompt through the pair stays equal (pdctl verify "
+            "SPEC). Alert on vllm:nixl_num_failed_transfers_total.",
+        )
+
+
+def _counted_by_the_reader(evidence: Evidence) -> Iterator[Answer]:
+    name = "vllm:nixl_xfer_time_seconds_count"
+    reading = [leg for leg in evidence.role("decode") if leg.metrics and leg.metrics.value(name)]
+    silent = [
+        leg for leg in evidence.role("prefill") if leg.metrics and leg.metrics.value(name) == 0
+    ]
+    if reading and silent and silent[0].metrics and reading[0].metrics:
+        yield Finding(
+            silent[0].name,
+            "likely",
+            (silent[0].metrics.excerpt(name), reading[0].metrics.excerpt(name)),
+            "Nothing is wrong: NIXL counts a transfer on the side that reads. Prefill counts "
+            "readbacks only, decode what it pulls from prefill.",
+            "Look at decode for P to D and at prefill for readback.",
+        )
+
+
+def _no_statistics(evidence: Evidence) -> Iterator[Answer]:
+    for leg in evidence.engines:
+        if leg.config and is_true(leg.config.get("disable_log_stats", False)):
+            yield Finding(
+                leg.name,
+                "certain",
+                (Excerpt(f"{leg.name}/config.txt", "disable_log_stats"),),
+                "The engine runs with --disable-log-stats: it has no statistics in its log and no "
+                "useful metrics, so nothing shows whether KV is transferred.",
+                "Leave --disable-log-stats out.",
+                severity="warning",
+            )
+
+
 CHECKS = (
     Check(
         "PD7501",
@@ -226,6 +290,42 @@ CHECKS = (
         _other_text,
         needs=("http",),
         patterns=(FULL_HIT,),
+    ),
+    Check(
+        "PD7507",
+        "A failed receive is answered all the same",
+        Category.OBSERVABILITY,
+        "error",
+        "failed-receive-answered",
+        _failure_hidden,
+        needs=("log",),
+        patterns=(
+            TRANSFER_FAILURE,
+            SKIPPED_POST,
+            LOAD_FAILURE_FAILS,
+            LOAD_FAILURE_RECOVERED,
+            *LOG_SETTINGS,
+        ),
+        premises=("PD7502", "PD2001", "PD8501"),
+        explains=("PD2009",),
+    ),
+    Check(
+        "PD7508",
+        "Transfers are counted where they are read",
+        Category.OBSERVABILITY,
+        "info",
+        "counted-by-the-reader",
+        _counted_by_the_reader,
+        needs=("metrics",),
+    ),
+    Check(
+        "PD7509",
+        "The engine's statistics are off",
+        Category.OBSERVABILITY,
+        "warning",
+        "statistics-off",
+        _no_statistics,
+        needs=("config",),
     ),
     Check(
         "PD7506",

@@ -26,10 +26,13 @@ class Seen:
     def __bool__(self) -> bool:
         return self.count > 0
 
+    def counts(self, group: str) -> Counter[str]:
+        """How often each value of a named group came."""
+        return self.values.get(group) or Counter()
+
     def value(self, group: str) -> str | None:
         """The most frequent value of a named group."""
-        counter = self.values.get(group)
-        return counter.most_common(1)[0][0] if counter else None
+        return next((value for value, _ in self.counts(group).most_common(1)), None)
 
     @property
     def leg(self) -> str:
@@ -81,7 +84,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "cache_dtype": ("kv_cache_dtype", "cache_dtype"),
     "block_size": ("block_size", "page_size"),
     "max_model_len": ("max_model_len", "context_length", "max_seq_len"),
-    "model": ("model", "model_id", "model_path"),
+    "model": ("model", "model_id", "model_path", "model_tag"),
+    "revision": ("revision", "model_revision"),
+    "chat_template": ("chat_template",),
+    "tokenizer": ("tokenizer", "tokenizer_path"),
     "prefix_caching": ("enable_prefix_caching", "prefix_caching"),
     "connector": ("kv_connector",),
     "role": ("kv_role",),
@@ -95,7 +101,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "buffer_device": ("kv_buffer_device", "buffer_device"),
     "cross_layer": ("enable_cross_layers_blocks", "cross_layer_blocks"),
     "speculative": ("speculative_config", "speculative_algorithm"),
-    "attention": ("attention_backend",),
+    "attention": ("attention_backend", "VLLM_ATTENTION_BACKEND"),
     "enforce_compat": ("enforce_handshake_compat",),
     "layout": ("VLLM_KV_CACHE_LAYOUT", "kv_cache_layout"),
     "side_host": ("VLLM_NIXL_SIDE_CHANNEL_HOST", "side_channel_host"),
@@ -245,10 +251,19 @@ def _of_leg(leg: LegEvidence, name: str) -> Iterator[Setting]:
         if leg.env is not None and key in leg.env:
             shown = Excerpt(f"{leg.name}/env.txt", f"{key}={leg.env[key]}")
             yield Setting(leg.name, leg.role, leg.env[key], shown)
-        if leg.settings is not None and key in leg.settings:
-            shown = Excerpt(f"{leg.name}/settings.json", f"{key}: {leg.settings[key]}")
-            yield Setting(leg.name, leg.role, leg.settings[key], shown)
+        for path, value in _flat(leg.settings or {}):
+            if path.rpartition(".")[2] == key:
+                shown = Excerpt(f"{leg.name}/settings.json", f"{path}: {value}")
+                yield Setting(leg.name, leg.role, value, shown)
     yield from _of_log(leg, name)
+
+
+def _flat(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and depth < 20:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path}.{key}" if path else str(key), depth + 1)
+    else:
+        yield path, value
 
 
 def _foreign(path: str, role: str) -> bool:

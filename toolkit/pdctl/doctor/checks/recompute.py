@@ -9,6 +9,7 @@ from pdctl.doctor.checks.captures import HANDLE, answers, requests
 from pdctl.doctor.checks.lines import KV_TRANSFER_METRICS
 from pdctl.doctor.checks.reading import (
     LOG_SETTINGS,
+    Setting,
     is_true,
     number,
     seen,
@@ -33,6 +34,30 @@ BLOCK_SIZE_SET = Pattern(
     r"[Ss]etting attention block size to (?P<tokens>\d+)",
 )
 
+SKIPPED_PREFILL = Pattern(
+    "prefill-skipped",
+    (
+        "skip disaggregated prefill",
+        "x-prefiller-host-port",
+        "decode-only",
+        "decode only",
+        "local prefill",
+        "aggregated mode",
+        "no prefill",
+        "No prefill",
+    ),
+    r"(?i)skip\w* (?:disaggregated|remote) prefill|(?:no|missing|without) x-prefiller-host-port"
+    r"|(?:running|falling back|fallback|degrad\w+|routing|serving)\b.*"
+    r"\b(?:decode[- ]only|local prefill|aggregated mode)"
+    r"|no prefill (?:worker|endpoint|instance|pod)s?\b.*(?:available|found|ready)",
+)
+RESULT_MISSING = Pattern(
+    "prefill-result-missing",
+    ("prefill_result", "kv_transfer_params"),
+    r"(?i)missing the prefill_result|\b(?:no|missing|without|empty|did not return|lacks?)\b[\w ]*"
+    r"\bkv_transfer_params|kv_transfer_params (?:(?:is|was|are) (?:missing|none|null|empty|absent)"
+    r"|missing|absent|not (?:found|present))",
+)
 SUCCESS = "vllm:request_success_total"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 TURNS = "pd_router_turns_total"
@@ -65,11 +90,8 @@ def _no_connector(evidence: Evidence) -> Iterator[Answer]:
 def _engines_without(evidence: Evidence) -> Iterator[Excerpt]:
     for leg in evidence.legs:
         for line in leg.config.text.splitlines() if leg.config else ():
-            if re.search(r"vllm serve|api_server", line) and leg.config:
-                if "kv-transfer-config" not in leg.config.text.split("#")[0] and not _names_config(
-                    leg
-                ):
-                    yield Excerpt(f"{leg.name}/config.txt", line.strip())
+            if re.search(r"vllm serve|api_server", line) and not _names_config(leg):
+                yield Excerpt(f"{leg.name}/config.txt", line.strip())
 
 
 def _names_config(leg: LegEvidence) -> bool:
@@ -81,18 +103,25 @@ def _names_config(leg: LegEvidence) -> bool:
 def _decode_only(evidence: Evidence) -> Iterator[Answer]:
     served = {role: _requests_served(evidence, role) for role in ("prefill", "decode")}
     prefill, decode = served["prefill"], served["decode"]
-    if prefill is None or decode is None or prefill[0] > 0 or decode[0] < 10:
+    idle = prefill is not None and decode is not None and prefill[0] == 0 and decode[0] >= 10
+    skipped = seen(evidence, SKIPPED_PREFILL)
+    if not idle and skipped.count < 3:
         return
     decider = evidence.text(
         r"(?i)decider|disagg\w*[-_ ]?(?:threshold|router)|nonCachedTokens", "config"
     )
     yield Finding(
         decider[0].leg if decider else DEPLOYMENT,
-        "certain" if decider else "likely",
-        (prefill[1], decode[1], *(each.excerpt for each in decider[:1])),
+        "certain" if decider or (idle and skipped) else "likely",
+        (
+            *((prefill[1], decode[1]) if idle and prefill and decode else ()),
+            *skipped.excerpts[:1],
+            *(each.excerpt for each in decider[:1]),
+        ),
         "Nothing is sent to prefill: whoever decides between disaggregated and local always takes "
         "decode alone, and decode computes every prompt. A threshold of 0 (or one above every "
-        "prompt), a missing producer of the prefix attribute, or a block size of 0 does that.",
+        "prompt), a missing producer of the prefix attribute, a block size of 0, a request path "
+        "that the sidecar does not split, or no prefill endpoint does that.",
         "Configure the decider: in llm-d set the pd-decider's nonCachedTokens and add "
         "approx-prefix-cache-producer with autoTune: false and blockSizeTokens. Then prefill's "
         f"{SUCCESS} must grow with decode's.",
@@ -116,6 +145,19 @@ def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
         for leg, capture in requests(evidence, "decode")
         if not HANDLE.search(capture.text)
     ]
+    missing = evidence.log(RESULT_MISSING, "router", "decode", DEPLOYMENT)
+    if missing and not without and not re.search(r"(?i)stream", missing.excerpts[0].text):
+        yield Finding(
+            missing.legs[0],
+            "likely",
+            missing.excerpts,
+            "What prefill answered does not reach decode: the request lacks the result of prefill "
+            "(kv_transfer_params), so decode does not know where the blocks are.",
+            "Make the router send every request to prefill first and relay kv_transfer_params "
+            "from its answer into decode's request; check that prefill and decode are registered "
+            "as what they are.",
+        )
+        return
     if not without:
         return
     given = [capture for _, capture in answers(evidence, "prefill") if HANDLE.search(capture.text)]
@@ -235,8 +277,6 @@ def _slow_on_one_node(evidence: Evidence) -> Iterator[Answer]:
             ):
                 role = path.rpartition(".")[2]
                 shown = Excerpt(f"{leg.name}/config.txt", f"{path}: {value}")
-                from pdctl.doctor.checks.reading import Setting
-
                 nodes.append(Setting(role, role, value, shown))
     roles = {each.role for each in nodes}
     one_node = roles >= {"prefill", "decode"} and len({str(each.value) for each in nodes}) == 1
@@ -341,7 +381,7 @@ def _invalid(evidence: Evidence) -> Iterator[Answer]:
             found.excerpts,
             "The router sends kv_transfer_params that lack a field (block ids, engine id, host or "
             "port): the engine ignores them and computes the prompt.",
-            "Forward kv_transfer_params verbatim from the answer they came in; do not rebuild them.",
+            "Forward kv_transfer_params as they came in the answer; do not rebuild them.",
         )
 
 
@@ -393,18 +433,11 @@ def _nothing_transferred(evidence: Evidence) -> Iterator[Answer]:
             )
 
 
-def _check(
-    number_: int, title: str, severity: str, slug: str, run: object, **more: object
-) -> Check:
-    return Check(  # type: ignore[arg-type]
-        f"PD45{number_:02}", title, Category.SILENT_RECOMPUTE, severity, slug, run, **more
-    )
-
-
 CHECKS = (
-    _check(
-        1,
+    Check(
+        "PD4501",
         "The engines have no KV connector",
+        Category.SILENT_RECOMPUTE,
         "error",
         "no-kv-connector",
         _no_connector,
@@ -412,28 +445,33 @@ CHECKS = (
         patterns=(NO_CONNECTOR,),
         explains=("PD4511", "PD4502", "PD4503", "PD3011"),
     ),
-    _check(
-        2,
+    Check(
+        "PD4502",
         "Nothing is sent to prefill",
+        Category.SILENT_RECOMPUTE,
         "error",
         "decode-only",
         _decode_only,
-        needs=("metrics",),
+        needs=("metrics|log",),
+        patterns=(SKIPPED_PREFILL,),
         explains=("PD4511",),
     ),
-    _check(
-        3,
+    Check(
+        "PD4503",
         "The router drops what prefill answered",
+        Category.SILENT_RECOMPUTE,
         "error",
         "prefill-answer-dropped",
         _prefill_answer_dropped,
-        needs=("http",),
-        premises=("PD9003",),
+        needs=("http|log",),
+        patterns=(RESULT_MISSING,),
+        premises=("PD9003", "PD6001"),
         explains=("PD4511",),
     ),
-    _check(
-        4,
+    Check(
+        "PD4504",
         "The threshold does not apply to prefill to decode",
+        Category.SILENT_RECOMPUTE,
         "info",
         "threshold-not-for-p2d",
         _threshold_ignored,
@@ -441,27 +479,30 @@ CHECKS = (
         patterns=(KV_TRANSFER_METRICS, *LOG_SETTINGS),
         explains=("PD7504",),
     ),
-    _check(
-        5,
+    Check(
+        "PD4505",
         "The chat template changes the history",
+        Category.SILENT_RECOMPUTE,
         "error",
         "template-changes-history",
         _template,
         needs=("http",),
         explains=("PD4512",),
     ),
-    _check(
-        6,
+    Check(
+        "PD4506",
         "A KV block is longer than any prompt",
+        Category.SILENT_RECOMPUTE,
         "warning",
         "block-longer-than-prompt",
         _inert_cache,
         needs=("log|config",),
         patterns=(BLOCK_SIZE_SET, *LOG_SETTINGS),
     ),
-    _check(
-        7,
+    Check(
+        "PD4507",
         "Slow reads within one node",
+        Category.SILENT_RECOMPUTE,
         "warning",
         "slow-on-one-node",
         _slow_on_one_node,
@@ -469,9 +510,10 @@ CHECKS = (
         patterns=(KV_TRANSFER_METRICS, *LOG_SETTINGS),
         explains=("PD7504",),
     ),
-    _check(
-        8,
+    Check(
+        "PD4508",
         "The recompute threshold is above the prompts",
+        Category.SILENT_RECOMPUTE,
         "error",
         "threshold-too-high",
         _threshold_too_high,
@@ -480,9 +522,10 @@ CHECKS = (
         premises=("PD4560",),
         explains=("PD4511", "PD4562"),
     ),
-    _check(
-        10,
+    Check(
+        "PD4510",
         "Incomplete kv_transfer_params",
+        Category.SILENT_RECOMPUTE,
         "error",
         "transfer-params-invalid",
         _invalid,
@@ -490,18 +533,20 @@ CHECKS = (
         patterns=(INVALID_PARAMS,),
         explains=("PD4511",),
     ),
-    _check(
-        11,
+    Check(
+        "PD4511",
         "No token comes from the peer",
+        Category.SILENT_RECOMPUTE,
         "error",
         "nothing-transferred",
         _nothing_transferred,
         needs=("metrics",),
         patterns=LOG_SETTINGS,
     ),
-    _check(
-        12,
+    Check(
+        "PD4512",
         "Turns do not continue their history",
+        Category.SILENT_RECOMPUTE,
         "warning",
         "history-changed",
         _history,

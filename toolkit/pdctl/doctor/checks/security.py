@@ -117,17 +117,22 @@ def _client_params(evidence: Evidence) -> Iterator[Answer]:
     ]
     dead = seen(evidence, ENGINE_DEAD, "prefill", "decode")
     fatal = seen(evidence, FATAL, "prefill", "decode")
-    if given and (dead or fatal):
+    stripped = [
+        leg for leg in evidence.role("router") if leg.metrics and leg.metrics.value(STRIPPED)
+    ]
+    obeyed = dead or fatal
+    if given and (obeyed or not stripped):
         yield Finding(
             dead.leg if dead else fatal.leg,
-            "likely",
+            "likely" if obeyed else "possible",
             (
                 Excerpt(given[0].source, given[0].text.strip()[:300]),
                 *fatal.excerpts[:1],
                 *dead.excerpts[:1],
             ),
             "kv_transfer_params of a client's request reach the engine: whoever can send them can "
-            "read other conversations' blocks, pin blocks for ever, or end the engine, as here.",
+            "read other conversations' blocks, pin blocks for ever, or end the engine"
+            + (", as here." if obeyed else ". Nothing shows that the router drops them."),
             "Drop the field from every request at the public side (pd-router does and counts it in "
             f"{STRIPPED}) and let nobody but the router reach the engines' ports.",
         )

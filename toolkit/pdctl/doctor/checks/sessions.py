@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from pd_connector.contract import CONVERSATION_HEADERS
-from pdctl.doctor.checks.captures import request_heads, requests
+from pdctl.doctor.checks.captures import answers, request_heads, requests
 from pdctl.doctor.checks.reading import number, seen
 from pdctl.doctor.evidence.facts import Capture, Evidence, LegEvidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
@@ -39,7 +39,9 @@ _SESSION_HEADER = re.compile(
 )
 _SESSION_FIELD = re.compile(r'"(?:conversation_id|session_id|session_params|previous_response_id)"')
 _HISTORY = re.compile(r'"role"\s*:\s*"assistant"')
-_AFFINITY_FREE = re.compile(r"round[_-]?robin|random|least|power_of_two|shortest")
+_AFFINITY_FREE = re.compile(
+    r"round[_-]?robin|random|least|power_of_two|shortest|follow_bootstrap_room"
+)
 
 
 def _no_session(evidence: Evidence) -> Iterator[Answer]:
@@ -47,8 +49,8 @@ def _no_session(evidence: Evidence) -> Iterator[Answer]:
     bare = [(leg, c) for leg, c in _heads(evidence) if not _names_session(c)]
     named = [c for _, c in _heads(evidence) if _names_session(c)]
     missed = [found for leg in evidence.role("router") if (found := _only_misses(leg))]
-    places = set(unnamed.values.get("decode", {}))
-    later = any(int(turn) > 1 for turn in unnamed.values.get("turn", {}))
+    places = set(unnamed.counts("decode"))
+    later = any(int(turn) > 1 for turn in unnamed.counts("turn"))
     repeated = unnamed.count >= 2 and (later or len(places) > 1) and not seen(evidence, SESSION)
     if not repeated and not (bare and not named and (unnamed or missed)):
         return
@@ -208,7 +210,7 @@ def _no_affinity(evidence: Evidence) -> Iterator[Answer]:
                 "likely",
                 tuple(Excerpt(f"{leg.name}/config.txt", f"{p}: {v}") for p, v in free[:2]),
                 f"The router spreads turns over several decode legs with policy {free[0][1]}, "
-                "which knows no conversations: the next turn mostly lands where its history is not.",
+                "which knows no conversations: the next turn mostly lands where its history isn't.",
                 "Use a policy that keeps a conversation on its pair (consistent hash on "
                 "X-Session-ID, or pd-router), and send a session id.",
             )
@@ -236,6 +238,81 @@ def _handles_lost(evidence: Evidence) -> Iterator[Answer]:
                     else "Find out why decode restarts: pdctl status SPEC, pdctl logs SPEC LEG.",
                     severity="warning",
                 )
+
+
+_BLOCK_KEYS = re.compile(
+    r"(?:^|[._])(?:tokens_per_block|block_?size(?:_?tokens)?|hash_block_size|page_size)$",
+    re.IGNORECASE,
+)
+
+
+def _other_blocks(evidence: Evidence) -> Iterator[Answer]:
+    """A router that hashes prompts in other blocks than the engines cache them in."""
+    found: dict[str, tuple[float, Excerpt, str]] = {}
+    for leg in evidence.legs:
+        for path, value in leg.config.values if leg.config else ():
+            size = number(value)
+            plain = path.replace("-", "_")
+            if not size or isinstance(value, bool) or not _BLOCK_KEYS.search(plain):
+                continue
+            words = set(re.split(r"[^a-z]+", path.lower()))
+            side = (
+                "router"
+                if leg.role == "router" or words & {"router", "epp", "scorer"}
+                else "engine"
+            )
+            if (
+                leg.role == DEPLOYMENT
+                and side == "engine"
+                and not words & {"prefill", "decode", "engine"}
+            ):
+                continue
+            found.setdefault(
+                side, (size, Excerpt(f"{leg.name}/config.txt", f"{path}: {value}"), leg.name)
+            )
+    if len(found) == 2 and found["router"][0] != found["engine"][0]:
+        router, engine = found["router"], found["engine"]
+        yield Finding(
+            router[2],
+            "likely",
+            (router[1], engine[1]),
+            f"The router hashes prompts in blocks of {router[0]:g} tokens, engines cache blocks "
+            f"of {engine[0]:g}: their hashes never match, so prefix-aware routing sees no hit and "
+            "balances by load alone.",
+            "Give the router the engines' block size.",
+        )
+
+
+_REASONED = re.compile(r'"reasoning(?:_content)?"\s*:\s*"[^"]|<think>')
+
+
+def _stripped_history(evidence: Evidence) -> Iterator[Answer]:
+    """A handle that is offered for a history without the reasoning its blocks contain."""
+    reasoned = [
+        c for _, c in answers(evidence, "decode", "client", "router") if _REASONED.search(c.text)
+    ]
+    offered = [
+        (leg, c)
+        for leg, c in requests(evidence, "prefill", "router")
+        if re.search(r'"remote_block_ids"\s*:\s*\[+\s*\d', c.text)
+        and _HISTORY.search(c.text)
+        and not _REASONED.search(c.text)
+    ]
+    if reasoned and offered:
+        yield Finding(
+            next((leg.name for leg in evidence.role("router")), offered[0][0].name),
+            "likely",
+            (
+                Excerpt(reasoned[0].source, reasoned[0].text.strip()[:300]),
+                Excerpt(offered[0][1].source, offered[0][1].text.strip()[:300]),
+            ),
+            "The router offers a turn's handle for another history: decode's blocks contain the "
+            "reasoning, the next prompt does not. The engine never compares tokens and reads the "
+            "wrong blocks: wrong text, HTTP 200.",
+            "Use a handle only when the prompt continues the turn token for token (pd-router and "
+            "pdctl's connector prove it), or send reasoning_content back with a template that "
+            "renders it.",
+        )
 
 
 CHECKS = (
@@ -278,6 +355,25 @@ CHECKS = (
         "policy-without-affinity",
         _no_affinity,
         needs=("config",),
+    ),
+    Check(
+        "PD5506",
+        "Router and engines count blocks differently",
+        Category.ROUTER_SESSION,
+        "warning",
+        "router-block-size",
+        _other_blocks,
+        needs=("config",),
+    ),
+    Check(
+        "PD5507",
+        "A handle is offered for another history",
+        Category.ROUTER_SESSION,
+        "error",
+        "handle-for-other-history",
+        _stripped_history,
+        needs=("http",),
+        explains=("PD7505",),
     ),
     Check(
         "PD5505",

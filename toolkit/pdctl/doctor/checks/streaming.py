@@ -15,7 +15,7 @@ from pd_connector.contract import (
 from pdctl.doctor.checks.captures import streams
 from pdctl.doctor.checks.reading import LOG_SETTINGS, is_true, seen, settings
 from pdctl.doctor.evidence.facts import Evidence
-from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
+from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
 PLUGIN_ACTIVE = Pattern("stream-plugin-active", (LOG_STREAM_ACTIVE,))
 PLUGIN_INACTIVE = Pattern(
@@ -25,6 +25,12 @@ PLUGIN_INACTIVE = Pattern(
 )
 PLUGIN_ENGINE = Pattern("pdctl-connector-active", (LOG_CONNECTOR_ACTIVE,))
 
+NO_PARAMS_IN_STREAM = Pattern(
+    "stream-without-params",
+    ("kv_transfer_params",),
+    r"(?i)(?:stream|SSE|chunk).*(?:no|without|missing|lacks?)\b.*kv_transfer_params"
+    r"|(?:no|without|missing)\b[\w ]*kv_transfer_params.*(?:stream|SSE|chunk)",
+)
 _FINISHED = re.compile(r'"finish_reason"\s*:\s*"(?:stop|length|tool_calls)"')
 _LUMP = re.compile(
     r"\b(?:bytes|size|len(?:gth)?|read of|chunk)s?\W{0,3}(\d{4,6})\b|\b(\d{4,6}) bytes"
@@ -41,9 +47,21 @@ def _no_handle(evidence: Evidence) -> Iterator[Answer]:
     if _one_way(evidence):
         return
     known = settings(evidence, "bidirectional", "decode")
-    for leg, capture in streams(evidence, "decode"):
+    told = seen(evidence, NO_PARAMS_IN_STREAM)
+    if told:
+        yield Finding(
+            next((leg.name for leg in evidence.role("decode")), told.leg),
+            "likely",
+            told.excerpts,
+            "Decode's streams carry no kv_transfer_params: stock vLLM puts the field into answers "
+            "that are not streamed only, so with stream=true every turn is a miss.",
+            "Install pdctl beside vLLM on decode (its plugin adds the field to the last chunk), or "
+            "patch vLLM, or let the router ask decode without streaming.",
+        )
+        return
+    for leg, capture in streams(evidence, "decode", DEPLOYMENT):
         done = _FINISHED.search(capture.text)
-        if not done or "[DONE]" not in capture.text or KV_TRANSFER_PARAMS in capture.text:
+        if not done or KV_TRANSFER_PARAMS in capture.text:
             continue
         plain = [c for c in leg.http if c is not capture and KV_TRANSFER_PARAMS in c.text]
         yield Finding(
@@ -132,8 +150,8 @@ CHECKS = (
         "error",
         "stream-without-handle",
         _no_handle,
-        needs=("http",),
-        patterns=LOG_SETTINGS,
+        needs=("http|log",),
+        patterns=(NO_PARAMS_IN_STREAM, *LOG_SETTINGS),
         premises=("PD6003", "PD6060"),
         explains=("PD4511",),
     ),

@@ -6,16 +6,18 @@ import difflib
 import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.lines import BACKEND_ERROR
+from pdctl.doctor.checks.lines import BACKEND_CREATED, BACKEND_ERROR
 from pdctl.doctor.checks.reading import (
     LOG_SETTINGS,
     any_seen,
+    backends,
+    efa_is_meant,
     seen,
     setting,
     tcp_is_meant,
     wants_gpu,
 )
-from pdctl.doctor.evidence.facts import Evidence, LegEvidence
+from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
 
 DRIVER_NOT_LOADED = Pattern(
@@ -99,7 +101,7 @@ def _driver_abi(evidence: Evidence) -> Iterator[Answer]:
             *told.excerpts[:2],
             *(next(iter(d.values())).excerpt for d in (have, want) if mismatch),
         ]
-        if any("tcp/" in each for each in lanes.values.get("lanes", {})):
+        if any("tcp/" in each for each in lanes.counts("lanes")):
             shown += lanes.excerpts[:1]
         yield Finding(
             leg.name,
@@ -116,7 +118,7 @@ def _driver_abi(evidence: Evidence) -> Iterator[Answer]:
 
 def _not_available(evidence: Evidence) -> Iterator[Answer]:
     found = seen(evidence, NOT_AVAILABLE)
-    names = [n for text in found.values.get("names", {}) for n in re.findall(r"'([^']+)'", text)]
+    names = [n for text in found.counts("names") for n in re.findall(r"'([^']+)'", text)]
     missing = [name for name in dict.fromkeys(names) if "cuda" not in name and "rocm" not in name]
     if not found or (names and not missing) or (not names and "none" not in found.values):
         return
@@ -156,7 +158,7 @@ def near_misses(names: Iterator[str] | list[str]) -> dict[str, str]:
 def _misspelt(evidence: Evidence) -> Iterator[Answer]:
     unused = seen(evidence, UNUSED_VARIABLE)
     told: dict[str, str] = {}
-    for text in unused.values.get("names", {}):
+    for text in unused.counts("names"):
         told.update(re.findall(r"(UCX_\w+) ?\(maybe: (UCX_\w+)\??\)", text))
         told.update(near_misses(re.findall(r"\bUCX_\w+", text)))
     for leg in evidence.legs:
@@ -184,7 +186,7 @@ def _misspelt(evidence: Evidence) -> Iterator[Answer]:
 
 def _no_cuda(evidence: Evidence) -> Iterator[Answer]:
     told, absent = seen(evidence, NO_CUDA), seen(evidence, NOT_AVAILABLE)
-    cuda = any("cuda" in text or "rocm" in text for text in absent.values.get("names", {}))
+    cuda = any("cuda" in text or "rocm" in text for text in absent.counts("names"))
     for leg in evidence.legs:
         tls = leg.variable("UCX_TLS")
         listed = tls is not None and not re.search(r"all|cuda|rocm|\^", tls)
@@ -220,9 +222,7 @@ def _no_cuda(evidence: Evidence) -> Iterator[Answer]:
 
 def _wrong_path(evidence: Evidence) -> Iterator[Answer]:
     bad, lanes = seen(evidence, BAD_PATH), seen(evidence, UCX_LANES)
-    bridge = next(
-        (m for t in lanes.values.get("lanes", {}) if (m := _CONTAINER_BRIDGE.search(t))), None
-    )
+    bridge = next((m for t in lanes.counts("lanes") if (m := _CONTAINER_BRIDGE.search(t))), None)
     if not bad:
         return
     if bridge:
@@ -247,9 +247,10 @@ def _wrong_path(evidence: Evidence) -> Iterator[Answer]:
 
 
 def _on_tcp(evidence: Evidence) -> Iterator[Answer]:
-    """UCX on tcp where RDMA was asked for by name."""
+    """UCX on tcp where RDMA was asked for by name, or on EFA's nodes at all."""
+    yield from _on_efa(evidence)
     lanes = seen(evidence, UCX_LANES)
-    texts = list(lanes.values.get("lanes", {}))
+    texts = list(lanes.counts("lanes"))
     if not texts or tcp_is_meant(evidence) or not all("tcp/" in each for each in texts):
         return
     wanted = [
@@ -267,6 +268,32 @@ def _on_tcp(evidence: Evidence) -> Iterator[Answer]:
             "Run ucx_info -d on the node: the RDMA transports must be listed. UCX_LOG_LEVEL=info "
             "shows the lanes in use. On EFA use backends: [LIBFABRIC].",
         )
+
+
+def _on_efa(evidence: Evidence) -> Iterator[Answer]:
+    if tcp_is_meant(evidence) or any("LIBFABRIC" in names for _, names in backends(evidence)):
+        return
+    if seen(evidence, UCX_LANES):
+        return
+    for leg in evidence.engines:
+        created = leg.hits.get(BACKEND_CREATED.name)
+        names = set(created.values.get("backend", {})) if created else set()
+        present = [
+            c
+            for c in leg.commands
+            if "fi_info" in c.line and re.search(r"provider: efa|^efa", c.output)
+        ]
+        if created and names == {"UCX"} and (present or efa_is_meant(evidence)):
+            yield Finding(
+                leg.name,
+                "likely",
+                (*created.excerpts[:1], *(each.excerpt for each in present[:1])),
+                "The node has EFA, and KV moves through UCX, NIXL's default. It reaches EFA "
+                "through srd at best and through tcp mostly, at a fraction of the fabric's rate.",
+                'Set kv_connector_extra_config {"backends": ["LIBFABRIC"]} (pdctl spec: '
+                "kv_transfer.backend: LIBFABRIC) and FI_PROVIDER=efa on both legs.",
+            )
+            return
 
 
 CHECKS = (
@@ -322,7 +349,7 @@ CHECKS = (
         _wrong_path,
         needs=("log|commands",),
         patterns=(BAD_PATH, UCX_LANES),
-        explains=("PD1016", "PD2006", "PD2009"),
+        explains=("PD1015", "PD1016", "PD2006", "PD2009"),
     ),
     Check(
         "PD1016",
@@ -332,7 +359,8 @@ CHECKS = (
         "ucx-on-tcp",
         _on_tcp,
         needs=("log|commands",),
-        patterns=(UCX_LANES, *LOG_SETTINGS),
+        patterns=(UCX_LANES, BACKEND_CREATED, *LOG_SETTINGS),
+        premises=("PD3001",),
         explains=("PD4507",),
     ),
 )

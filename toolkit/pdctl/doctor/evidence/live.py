@@ -7,6 +7,7 @@ nodes are gaps.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,9 +27,11 @@ from pd_connector import contract
 from pdctl.doctor.evidence import node, redact, web
 from pdctl.doctor.evidence.metrics import SCRAPE_SEPARATOR
 from pdctl.doctor.model import DEPLOYMENT
+from pdctl.launch.probe import tail, telling_line
 from pdctl.launch.state import DeploymentState
 from pdctl.launch.up import LegStatus, leg_statuses
 from pdctl.plan import Deployment, Leg, kv_config_json
+from pdctl.render import ROUTER_CONFIG
 
 BETWEEN_SCRAPES_SECONDS = 1.0
 CONNECT_SECONDS = 2.0
@@ -111,7 +114,7 @@ def collect_planned(deployment: Deployment, spec_text: str, folder: Path) -> Non
     local = [leg for leg in deployment.engines if _is_local(leg)]
     for leg in local:
         planned = {variable.name: variable.value for variable in leg.env}
-        _settings(folder, leg, planned, _planned(leg))
+        _settings(folder, leg, planned, _planned(leg), leg.config or None)
     _nodes(deployment, local, dict.fromkeys([leg.name for leg in local]), folder)
     _model(deployment, folder, ())
 
@@ -255,7 +258,11 @@ def _leg(
 ) -> None:
     """The process, its settings and its logs."""
     if process:
-        _settings(found.folder, leg, process.env, process.words)
+        started_with = None
+        if leg.role == "router":
+            with contextlib.suppress(OSError, ValueError):
+                started_with = json.loads((state.folder / ROUTER_CONFIG).read_text("utf-8"))
+        _settings(found.folder, leg, process.env, process.words, started_with)
     elif _connect(*leg.listens[0]).startswith("open"):
         # What the spec plans says nothing of a process that something else has started.
         found.gaps.append(
@@ -264,8 +271,13 @@ def _leg(
         )
     else:
         planned = {variable.name: variable.value for variable in leg.env}
-        _settings(found.folder, leg, planned, _planned(leg))
+        _settings(found.folder, leg, planned, _planned(leg), leg.config or None)
+    log = state.log(leg.name)
+    # Of a leg that is not on record, only what a start that has just failed has left.
+    recent = log.exists() and time.time() - log.stat().st_mtime < RECENT_SECONDS
     row: dict[str, Any] = {"deployment": deployment.name, "name": leg.name, "phase": "not started"}
+    if not status and recent:
+        row["detail"] = redact.text(telling_line(tail(log)) or "")
     if status:
         row |= asdict(status.record)
         row |= {
@@ -280,9 +292,7 @@ def _leg(
     if process:
         text += f"$ cat /proc/{process.pid}/limits\n{process.limits}"
     _write(found.folder, f"{leg.name}/commands/process.txt", text)
-    log = state.log(leg.name)
-    # Of a leg that is not on record, only what a start that has just failed has left.
-    if log.exists() and (status or time.time() - log.stat().st_mtime < RECENT_SECONDS):
+    if recent or (status and log.exists()):
         found.logs[leg.name] = [log]
     if status is None:
         return
@@ -290,14 +300,22 @@ def _leg(
     found.earlier_logs[leg.name] = [path for path in earlier if path.exists()]
 
 
-def _settings(folder: Path, leg: Leg, env: Mapping[str, str], words: list[str]) -> None:
+def _settings(
+    folder: Path,
+    leg: Leg,
+    env: Mapping[str, str],
+    words: list[str],
+    config: dict[str, Any] | None,
+) -> None:
+    """``config`` is the router's config file; it stands instead of the command line."""
     lines = [
         f"{name}={redact.variable(name, value)}"
         for name, value in sorted(env.items())
         if "\n" not in value
     ]
     _write(folder, f"{leg.name}/env.txt", "\n".join([*lines, ""]))
-    _write(folder, f"{leg.name}/config.txt", redact.text(shlex.join(words)) + "\n")
+    shown = yaml.safe_dump(config, sort_keys=False) if config else shlex.join(words) + "\n"
+    _write(folder, f"{leg.name}/config.txt", redact.text(shown))
 
 
 def _planned(leg: Leg) -> list[str]:

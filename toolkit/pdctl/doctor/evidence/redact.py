@@ -30,7 +30,7 @@ _PARTS = [
             r"((?:^|[\s,{('\"-])[\w-]*"
             r"(?:api[_-]?key|secret|passw(?:or)?d|access[_-]?key|auth[_-]?token|hf[_-]?token|"
             r"session[_-]?token|security[_-]?token|x-pd-key|x-api-key|authorization|cookie|pd_sig)"
-            r"(?![\w-]*_(?:file|path))[\w-]*['\"]?\s*(?:[=:]|\s)\s*)"
+            r"(?![\w-]*_(?:file|path))[\w-]*(?:['\"]\s*[=:,]|\s*[=:]|\s)\s*)"
             r"(?!<redacted>|(?:Bearer|Basic) <redacted>|None\b|null\b|True\b|False\b)"
             r"(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,}'\"]+)",
             re.IGNORECASE,
