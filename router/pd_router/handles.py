@@ -19,7 +19,7 @@ OnDrop = Callable[["Handle", str], None]
 """Told of a handle that is forgotten unused, and why."""
 
 
-class Handle(msgspec.Struct, frozen=True, array_like=True):
+class Handle(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What decode returned for a finished turn. Serialisable: ``pack`` and ``unpack``."""
 
     id: str
@@ -149,7 +149,7 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self._branches = branches
         self._on_drop = on_drop
-        self._by_key: dict[str, list[Handle]] = {}
+        self._by_key: dict[str, tuple[Handle, ...]] = {}
         self._by_age: OrderedDict[str, Handle] = OrderedDict()
         self._claimed: dict[str, Handle] = {}
         self._bytes = 0
@@ -157,7 +157,7 @@ class MemoryStore:
     async def find(self, keys: Sequence[str]) -> list[Handle]:
         for key in keys:
             if handles := self._by_key.get(key):
-                return handles[::-1]
+                return [*reversed(handles)]
         return []
 
     async def claim(self, handle: Handle) -> bool:
@@ -177,8 +177,7 @@ class MemoryStore:
 
     def put(self, handle: Handle) -> None:
         self._add(handle)
-        branches = self._by_key[handle.key]
-        while len(branches) > self._branches:
+        while len(branches := self._by_key[handle.key]) > self._branches:
             self._forget(branches[0], "replaced")
         while len(self._by_age) > self._capacity or self._bytes > self._max_bytes:
             self._forget(self._oldest(), "evicted")
@@ -228,14 +227,15 @@ class MemoryStore:
         if (same := self._by_age.get(handle.id)) is not None:
             self._remove(same)
         self._by_age[handle.id] = handle
-        self._by_key.setdefault(handle.key, []).append(handle)
+        self._by_key[handle.key] = (*self._by_key.get(handle.key, ()), handle)
         self._bytes += handle.size
 
     def _remove(self, handle: Handle) -> None:
         del self._by_age[handle.id]
-        branches = self._by_key[handle.key]
-        branches.remove(handle)
-        if not branches:
+        branches = tuple(other for other in self._by_key[handle.key] if other is not handle)
+        if branches:
+            self._by_key[handle.key] = branches
+        else:
             del self._by_key[handle.key]
         self._bytes -= handle.size
 
