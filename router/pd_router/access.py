@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from aiohttp import web
+from yarl import URL
 
 from pd_router.errors import TurnError
 from pd_router.settings import Settings, SettingsError
@@ -16,6 +17,9 @@ OPEN_PATHS = frozenset({"/health", "/metrics"})
 
 # A request that came through a proxy is not from this machine, whatever its peer is.
 _PROXY_HEADERS = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via")
+
+
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class Access:
@@ -87,6 +91,8 @@ def _is_local(request: web.Request) -> bool:
         return False
     peer = request.transport.get_extra_info("peername") if request.transport else None
     try:
-        return peer is not None and ipaddress.ip_address(peer[0]).is_loopback
+        # A page on this machine can reach it under any name that was made to point here.
+        named = URL.build(authority=request.host).host in _LOCAL_NAMES
+        return named and peer is not None and ipaddress.ip_address(peer[0]).is_loopback
     except ValueError:
         return False

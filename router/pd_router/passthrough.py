@@ -54,6 +54,7 @@ class Way:
     """Names of a stream's last event."""
 
 
+_RESPONSE_ID = "[A-Za-z0-9_-]+"
 _RESPONSES_END = (b"response.completed", b"response.failed", b"response.incomplete", b"error")
 _MESSAGES_END = (b"message_stop", b"error")
 
@@ -62,8 +63,8 @@ GENERATE = (
     Way("/v1/messages", "decode", "anthropic", _MESSAGES_END),
 )
 STORED = (
-    ("GET", Way("/v1/responses/{id}", "decode", "responses", _RESPONSES_END)),
-    ("POST", Way("/v1/responses/{id}/cancel", "decode", "responses")),
+    ("GET", Way(f"/v1/responses/{{id:{_RESPONSE_ID}}}", "decode", "responses", _RESPONSES_END)),
+    ("POST", Way(f"/v1/responses/{{id:{_RESPONSE_ID}}}/cancel", "decode", "responses")),
 )
 _COMPUTE = """
     /tokenize /detokenize /v1/embeddings /v2/embed /pooling /classify /score /v1/score

@@ -5,6 +5,7 @@ within the transports' buffers.
 """
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 from aiohttp import web
@@ -157,6 +158,7 @@ async def open_pipe(
     writer = await response.prepare(request)
     assert writer is not None
     writer.send_headers()
+    _bound_silence(writer.transport, stall_seconds)
     return StreamPipe(
         answer,
         relay,
@@ -165,3 +167,11 @@ async def open_pipe(
         stall_seconds=stall_seconds,
         on_first=on_first,
     )
+
+
+def _bound_silence(transport: asyncio.WriteTransport | None, seconds: float) -> None:
+    """Let the kernel drop a client that takes nothing of the last bytes, either."""
+    connection = transport.get_extra_info("socket") if transport is not None else None
+    if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = min(int(seconds * 1000), 2**31 - 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

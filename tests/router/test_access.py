@@ -65,6 +65,8 @@ def test_admin_without_a_token_is_for_this_machine(start_router: StartRouter) ->
     for header in ("X-Forwarded-For", "Via", "Origin"):
         answer = router.http.get(router.url + "/admin/legs", headers={header: "10.0.0.1"})
         assert answer.status_code == 403
+    answer = router.http.get(router.url + "/admin/legs", headers={"Host": "rebound.example:80"})
+    assert answer.status_code == 403
 
 
 def test_admin_with_a_token(start_router: StartRouter, keys: Path) -> None:

@@ -94,6 +94,12 @@ def test_a_stored_response_is_asked_of_the_leg_that_has_it(start_router: StartRo
         assert [one["method"] for one in home.others[seen:]] == ["GET", "POST", "POST"]
 
 
+@pytest.mark.parametrize("name", ["..", "a%2f..%2f..%2fcollective_rpc", "a%0d%0ab", "a b"])
+def test_no_other_path_can_be_reached_through_a_stored_response(router: Router, name: str) -> None:
+    assert router.get(f"/v1/responses/{name}").status_code in (400, 404, 405)
+    assert router.decode[0].others == router.prefill[0].others == []
+
+
 def test_a_named_conversation_stays_with_one_leg(start_router: StartRouter) -> None:
     router = start_router(decodes=3)
     for name in ("a", "b", "c", "d"):
