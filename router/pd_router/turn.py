@@ -92,6 +92,9 @@ class Turn(TurnState):
             self.facts.ending = "refused" if error.status < 500 else "error"
             self.facts.error = f"HTTP {error.status}"
             raise
+        except Exception as error:
+            self.facts.ending, self.facts.error = "error", type(error).__name__
+            raise
         finally:
             self.end()
 
