@@ -3,7 +3,7 @@
 # usage: run.sh SHAPE...        (shapes: qwen3-32b, mistral-large-36-layers, tiny, tiny-llama)
 # Needs: a Python with vLLM, NIXL, pdctl[router] and ./random_weights installed.
 # Environment: PYTHON (default python3), OUT (results, default ./out), LIMIT (seconds in all),
-#   REPEATS, LENGTHS, GROW (repeats of the growing conversation afterwards, 0 for none), SPEC_KEYS
+#   REPEATS, LENGTHS, ARMS, GROW (repeats of the growing conversation afterwards, 0 for none), SPEC_KEYS
 #   (key=value of make_spec.py), BENCH_FLAGS (of pdctl bench)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -43,13 +43,13 @@ one_shape() {
     "$PDCTL_STATE_DIR/$name"/*.log | sed 's/^([^)]*) *//' | cut -c1-200 | sort | uniq -c
   command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=index,memory.used --format=csv,noheader
   # shellcheck disable=SC2086
-  pdctl bench "$spec" --attach --arms recompute,readback,append --shape second --lengths "$lengths" \
+  pdctl bench "$spec" --attach --arms "${ARMS:-recompute,readback,append}" --shape second --lengths "$lengths" \
     --new-tokens 256 --answer-tokens 8 --endpoint completions --repeats "${REPEATS:-5}" \
     --deadline "$(($(left) - 25))" -o "$OUT/$name" ${BENCH_FLAGS:-}
   say "$shape: sweep ended with $?"
   if [ "${GROW:-0}" -gt 0 ] && [ "$(left)" -gt 100 ]; then
     # shellcheck disable=SC2086
-    pdctl bench "$spec" --attach --arms recompute,readback,append --shape grow --lengths "$lengths" \
+    pdctl bench "$spec" --attach --arms "${ARMS:-recompute,readback,append}" --shape grow --lengths "$lengths" \
       --answer-tokens 8 --endpoint completions --repeats "$GROW" --no-age \
       --deadline "$(($(left) - 25))" -o "$work/$name-grow" ${BENCH_FLAGS:-}
     say "$shape: growing conversation ended with $?"

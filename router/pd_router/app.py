@@ -88,10 +88,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(
-        body=request.app[_ROUTER].metrics.exposition(),
-        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-    )
+    accept = request.headers.get("Accept", "")
+    text, content_type = request.app[_ROUTER].metrics.exposition(accept)
+    return web.Response(body=text, headers={"Content-Type": content_type})
 
 
 async def _health(request: web.Request) -> web.Response:

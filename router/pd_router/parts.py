@@ -156,7 +156,7 @@ def _gauges(router: Router) -> None:
 
     def info() -> list[tuple[tuple[str, ...], float]]:
         settings = router.settings
-        on = str(settings.bidirectional).lower()
+        on = "on" if settings.bidirectional else "off"
         return [((VERSION, settings.connector, on, settings.proof, settings.route), 1)]
 
     add(telemetry.ROUTER_INFO, info)

@@ -44,6 +44,9 @@ __all__ = ["PATHS", "Turn"]
 
 log = logging.getLogger("pd_router")
 
+_OPERATIONS: dict[Endpoint, str] = {"chat": "chat", "completions": "text_completion"}
+"""OpenTelemetry's names (gen_ai.operation.name)."""
+
 
 class Turn(TurnState):
     """One request of a conversation and its answer."""
@@ -98,6 +101,9 @@ class Turn(TurnState):
         self.facts.conversation = self._identity.label
         if self.settings.trace_conversation_ids:
             self.facts.conversation_id = self._identity.conversation
+        self.facts.operation = _OPERATIONS.get(self.endpoint)
+        model = body.fields.get("model")
+        self.facts.model = model if isinstance(model, str) else None
         if body.needs_decode_alone():
             return
         if self.settings.proof == "tokens":

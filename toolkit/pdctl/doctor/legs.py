@@ -16,8 +16,8 @@ from pdctl.doctor.model import Excerpt, Pattern
 CONNECTOR_ACTIVE = Pattern(
     "pd-connector-active",
     (contract.LOG_CONNECTOR_ACTIVE,),
-    r"bidirectional=(?P<bidirectional>\S+) kv_recompute_threshold=(?P<threshold>\S+).*?"
-    r"decoder_kv_blocks_ttl=(?P<ttl>\S+).*?kv_load_failure_policy=(?P<policy>\S+)",
+    r"bidirectional=(?P<bidirectional>\S+) kv_recompute_threshold=(?P<threshold>\S+).{0,40}?"
+    r"decoder_kv_blocks_ttl=(?P<ttl>\S+).{0,40}?kv_load_failure_policy=(?P<policy>\S+)",
 )
 STREAM_ACTIVE = Pattern("pd-stream-active", (contract.LOG_STREAM_ACTIVE,))
 STREAM_INACTIVE = Pattern(

@@ -30,6 +30,7 @@ def _same_seed(evidence: Evidence) -> Iterator[Answer]:
     runs = _commands(evidence, _BENCH)
     seeds: Counter[str] = Counter()
     looped = False
+    unseeded_runs = 0
     for _, command in runs:
         text = f"{command.line}\n{command.output}"
         if "reset_prefix_cache" in text:
@@ -41,8 +42,8 @@ def _same_seed(evidence: Evidence) -> Iterator[Answer]:
         loop = bool(re.search(r"\bfor \w+ in\b|\bwhile\b|seq \d", command.line)) and not varied
         looped = looped or (loop and ("random" in text or bool(fixed)))
         unseeded = not found and "random" in text
-        if unseeded and len(_BENCH.findall(text)) > 1:
-            looped = True
+        unseeded_runs += len(_BENCH.findall(text)) if unseeded else 0
+    looped = looped or unseeded_runs > 1
     if not looped and not any(count > 1 for count in seeds.values()):
         return
     warm = next(
@@ -68,7 +69,7 @@ def _same_seed(evidence: Evidence) -> Iterator[Answer]:
 
 
 _REASONING = re.compile(
-    r'"role"\s*:\s*"assistant"\s*,\s*"content"\s*:\s*"(?:\\n|\s)*<(?:think|thinking|reasoning|thought)\b'
+    r'"content"\s*:\s*"(?:\\n|\s)*(?:<(?:think|thinking|reasoning|thought)\b|<\|channel\|>analysis)'
 )
 
 
@@ -210,6 +211,27 @@ def _unequal_load(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+_PROMPTS = re.compile(r"--num-prompts[ =](\d+)")
+_CLIENTS = re.compile(r"--(?:max-)?concurrency[ =](\d+)")
+
+
+def _too_few(evidence: Evidence) -> Iterator[Answer]:
+    for leg, command in _commands(evidence, _BENCH):
+        prompts, clients = _PROMPTS.search(command.line), _CLIENTS.search(command.line)
+        if prompts and clients and int(prompts[1]) < 4 * int(clients[1]):
+            yield Finding(
+                leg.name,
+                "likely",
+                (command.excerpt,),
+                f"{prompts[1]} requests for {clients[1]} clients: the start, when all ask at once, "
+                "and the end, when few are left, are most of the measurement.",
+                "Send at least ten requests per client and leave out the first of each "
+                "(pdctl bench does).",
+                severity="warning",
+            )
+            return
+
+
 CHECKS = (
     Check(
         "PD9001",
@@ -265,6 +287,15 @@ CHECKS = (
         "warning",
         "unequal-load",
         _unequal_load,
+        needs=("commands",),
+    ),
+    Check(
+        "PD9008",
+        "Too few requests per client",
+        Category.BENCHMARK_METHOD,
+        "warning",
+        "too-few-requests",
+        _too_few,
         needs=("commands",),
     ),
     Check(

@@ -12,13 +12,8 @@ from pdctl.doctor.checks.lines import (
     LOAD_FAILURE_FAILS,
     UNRECOGNISED_READ,
 )
-from pdctl.doctor.checks.reading import (
-    LOG_SETTINGS,
-    Setting,
-    number,
-    seen,
-    settings,
-)
+from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, Setting, config_values, number, settings
 from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.evidence.metrics import Metrics
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding
@@ -89,7 +84,7 @@ def router_ttls(evidence: Evidence) -> list[Setting]:
     """How long the router keeps handles, in seconds."""
     found = []
     for leg in evidence.legs:
-        for path, value in leg.config.values if leg.config else ():
+        for path, value in config_values(leg):
             words = path.lower()
             mine = leg.role == "router" or "router" in words or "proxy" in words
             seconds = number(value)
@@ -260,7 +255,7 @@ CHECKS = (
         _next_turn_too_late,
         needs=("log|metrics",),
         patterns=(DECLINED, LOAD_FAILURE_FAILS, *LOG_SETTINGS),
-        explains=("PD4003", "PD4004", "PD4060", "PD4061", "PD4562", "PD6507", "PD2009"),
+        explains=("PD4003", "PD4004", "PD4060", "PD6507", "PD2009"),
     ),
     Check(
         "PD4003",
@@ -271,7 +266,6 @@ CHECKS = (
         _router_ttl,
         needs=("config|metrics",),
         patterns=LOG_SETTINGS,
-        premises=("PD4061",),
     ),
     Check(
         "PD4004",

@@ -22,6 +22,7 @@ import pytest
 
 from pd_connector import contract, telemetry
 from pdctl.conversation import user_text
+from pdctl.launch.local import cannot_listen
 from pdctl.observe.boards import BOARDS
 from pdctl.observe.panel import Panel, Scope, fill
 from pdctl.observe.prometheus import Prometheus
@@ -34,8 +35,8 @@ from tests.waiting import until
 pytestmark = pytest.mark.e2e_observability
 
 ANSWER_TOKENS = 16
-CONVERSATIONS, TURNS = 3, 4
-DECODE_TTL = 20
+CONVERSATIONS, TURNS = 2, 5
+DECODE_TTL = 30
 ALERT_WINDOW = 4
 
 
@@ -318,7 +319,7 @@ def test_quiet_before_trouble(loaded: Watched) -> None:
 
 
 def test_turns_that_come_too_late(loaded: Watched) -> None:
-    talks: dict[str, list[dict[str, str]]] = {uuid.uuid4().hex: [] for _ in range(4)}
+    talks: dict[str, list[dict[str, str]]] = {uuid.uuid4().hex: [] for _ in range(6)}
     for name, talk in talks.items():
         loaded.load.turn(talk, name)
     pins = f'{telemetry.ENGINE_PINS.name}{{deployment="{loaded.deployment.name}",role="decode"}}'
@@ -327,7 +328,7 @@ def test_turns_that_come_too_late(loaded: Watched) -> None:
         lambda: [series.value for series in loaded.prometheus.instant(pins)] == [0],
     )
     late = [loaded.load.turn(talk, name).outcome for name, talk in talks.items()]
-    assert late == ["expired"] * 4
+    assert late == ["expired"] * 6
     until("the alert", lambda: loaded.firing("PdHandlesExpire"))
     assert "decode_ttl" in loaded.playbook("PdHandlesExpire")
 
@@ -352,16 +353,20 @@ def test_always_a_miss(loaded: Watched) -> None:
     """Decode was left without bidirectional transfer: it returns no handles."""
     deployment = loaded.deployment
     scripts = deployment.folder / "off"
+    secret = deployment.folder / "state" / deployment.name / "secret"
     deployment.pdctl("render", "SPEC", "--bidir", "off", "-o", str(scripts))
     leg = deployment.status()["decode-0"]
     os.kill(leg["pid"], signal.SIGTERM)
+    side_channel = deployment.spec["decode"]["legs"][0]["side_channel_port"]
     until("decode has ended", lambda: deployment.status()["decode-0"]["phase"] == "dead")
+    until("its ports are free", lambda: not cannot_listen("127.0.0.1", side_channel))
     with (deployment.folder / "decode-off.log").open("wb") as log:
         process = subprocess.Popen(
             ["bash", str(scripts / "decode-0.sh")],
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=os.environ | {contract.SECRET_FILE_VARIABLE: str(secret)},
         )
     try:
         health = f"{deployment.decode_url}/health"
