@@ -126,7 +126,8 @@ def sides(table: Table) -> None:
         place.start(place.leg(R))
         table.row("healthy, just started", place)
         place.turns(3, None)
-        table.row("no conversation id", place, "PD5501")
+        # The router finds the turn before by its content: nothing is wrong.
+        table.row("healthy, no conversation id", place)
         place.start(place.leg(R))
         place.turns(4)
         table.row("healthy, after turns (on/on)", place)
@@ -178,8 +179,6 @@ def decode(table: Table) -> None:
         )
         table.row("NIXL telemetry off", place, *TELEMETRY)
         fixed = with_config(place.leg(D), engine_id="decode-engine-001")
-        place.spec["kv_transfer"]["engine_id"] = "{role}-engine-001"
-        place.write()
         timed("fixed id", lambda: place.start(fixed))
         place.start(place.leg(R))
         place.turns(2)

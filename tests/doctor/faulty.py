@@ -168,7 +168,7 @@ def _fake_python(folder: Path) -> Path:
     script = folder / "fake-python"
     leg = ROOT / "tests/doctor/fake_leg.py"
     script.write_text(
-        f"#!/usr/bin/env bash\n[[ $1 == -c ]] && exit 0\n"
+        f'#!/usr/bin/env bash\n[[ $1 == -c ]] && exec {sys.executable} "$@"\n'
         f'export PYTHONPATH={ROOT}\nexec {sys.executable} {leg} "$@"\n'
     )
     script.chmod(0o755)

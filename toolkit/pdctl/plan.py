@@ -68,12 +68,13 @@ class Leg:
     flags: tuple[Flag, ...]
     kv_config: dict[str, Any]
     config: dict[str, Any] = field(default_factory=dict)
+    tls: bool = False
 
     @property
     def url(self) -> str:
         """Base URL at which others reach it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -396,13 +397,18 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
         env=tuple(_secret(spec, base)),
         flags=(),
         kv_config={},
-        config=_router_config(spec, engines, on),
+        config=_router_config(spec, base, engines, on),
+        tls=router.tls_certificate is not None,
     )
 
 
-def _router_config(spec: Spec, engines: tuple[Leg, ...], on: bool) -> dict[str, Any]:
+def _router_config(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> dict[str, Any]:
     """What pd_router reads; its settings.py describes the keys."""
     router, kv, seen = spec.router, spec.kv_transfer, spec.observability
+    limits = router.limits
+
+    def file(path: str | None) -> str | None:
+        return None if path is None else _path(path, base)
 
     def legs(role: str) -> dict[str, Any]:
         section: Role = getattr(spec, role)
@@ -437,6 +443,19 @@ def _router_config(spec: Spec, engines: tuple[Leg, ...], on: bool) -> dict[str, 
         "max_decode_stall_ms": router.max_decode_stall_ms,
         "rates": router.rates.model_dump(),
         "max_handles": router.max_handles,
+        "deployment": spec.name,
+        "state": router.state,
+        "api_keys_file": file(router.api_keys_file),
+        "admin_token_file": file(router.admin_token_file),
+        "tls": {"certificate": file(router.tls_certificate), "key": file(router.tls_key)}
+        if router.tls_certificate
+        else None,
+        "drain_timeout": router.drain_timeout,
+        "max_body_bytes": limits.max_body,
+        "max_header_bytes": limits.max_header,
+        "max_requests": limits.max_requests,
+        "body_timeout": limits.body_timeout,
+        "client_stall_timeout": limits.client_stall_timeout,
         "otlp_endpoint": seen.otlp_endpoint,
         "otlp_protocol": seen.otlp_protocol,
         "trace_conversation_ids": seen.conversation_ids,
