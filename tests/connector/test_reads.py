@@ -91,6 +91,16 @@ def test_a_claimed_read_is_limited_by_its_claim_not_by_the_handle(prefill: Prefi
     assert prefill.given_back == []
 
 
+def test_a_claim_that_grows_old_is_renewed(prefill: Prefill) -> None:
+    mine = request()
+    assert prefill.claimed(mine).granted
+    prefill.answer = Claim(False, 0.0, "high_water")
+    assert prefill.claimed(mine).granted
+    pending, _ = prefill.reads._asked["me"]
+    pending.asked -= 16
+    assert prefill.claimed(mine).reason == "high_water"
+
+
 def test_a_handle_of_a_decode_that_knows_no_claims_keeps_its_deadline(prefill: Prefill) -> None:
     mine = request(**{PD_LEASE: None})
     prefill.answer = Claim(False, 0.0, "unknown")
