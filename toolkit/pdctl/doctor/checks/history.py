@@ -33,7 +33,7 @@ def _threshold_ignored(evidence: Evidence) -> Iterator[Answer]:
                 "prefill to decode: vLLM consults it only when prefill reads back from decode, so "
                 "short prompts still pay a transfer. A low rate on transfers below one MB is fixed "
                 "overhead, not a bad fabric.",
-                "Send short prompts to decode alone in the router (pd-router: router.routing). "
+                "Send short prompts to decode alone in the router (pd-router: router.route). "
                 "Leave the threshold for readback.",
                 severity="info",
             )

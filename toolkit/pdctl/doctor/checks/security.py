@@ -63,7 +63,7 @@ def _other_tenant(evidence: Evidence) -> Iterator[Answer]:
                     "an id that the client chooses, and by that alone.",
                     "Key the store by the authenticated principal and the conversation, drop "
                     "kv_transfer_params that clients send, and bind session tokens to their "
-                    "tenant (pd-router does, with router.tenant set).",
+                    "tenant (pd-router does, by router.tenant_header).",
                 )
                 return
 
