@@ -3,6 +3,7 @@
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,9 +84,15 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             # Not there: its reader's notification came first, and freed it.
             if self._reqs_to_send.pop(request_id, None) is not None:
                 self._reqs_to_process.discard(request_id)
-                self.consumer_notification_counts_by_req.pop(request_id, None)
-                self.expected_consumer_notifications_by_req.pop(request_id, None)
+                for counts in self._notification_counts():
+                    counts.pop(request_id, None)
                 self._released.add(request_id)
+
+    def _notification_counts(self) -> Iterator[dict[str, int]]:
+        """Where vLLM counts the readers of a turn; releases before 0.29 have the first alone."""
+        yield self.consumer_notification_counts_by_req
+        if hasattr(self, "expected_consumer_notifications_by_req"):
+            yield self.expected_consumer_notifications_by_req
 
     def _is_turn2_read_expired(self, meta: Any) -> bool:
         self._read_declined = bool(super()._is_turn2_read_expired(meta))

@@ -33,7 +33,7 @@ from pd_router.identity import identify
 from pd_router.keep import Keeper
 from pd_router.legs import Leg
 from pd_router.parts import Router
-from pd_router.pipe import CLIENT_STALL_SECONDS, open_pipe
+from pd_router.pipe import open_pipe
 from pd_router.placement import Placement, place
 from pd_router.relay import StreamRelay, relay_body
 from pd_router.routes import Choice
@@ -345,7 +345,7 @@ class Turn(TurnState):
                 response,
                 answer,
                 relay,
-                stall_seconds=CLIENT_STALL_SECONDS,
+                stall_seconds=self.settings.client_stall_timeout,
                 on_first=self._first_event,
             )
             try:

@@ -102,6 +102,14 @@ def test_a_released_turn_is_reported_once(worker: PdPullWorker) -> None:
     assert worker.get_finished() == (set(), set())
 
 
+def test_a_release_on_a_vllm_without_expected_readers(worker: PdPullWorker) -> None:
+    """Releases before 0.29 do not keep how many readers a turn has."""
+    del worker.expected_consumer_notifications_by_req
+    keep(worker, "a")
+    step(worker, **{COMMANDS: Commands(frozenset({"a"}), {})})
+    assert worker._released == {"a"}
+
+
 def test_a_longer_lease_keeps_the_order_that_expiry_needs(worker: PdPullWorker) -> None:
     now = keep(worker, "a", "b", "c")
     step(worker, **{COMMANDS: Commands(frozenset(), {"a": 500.0, "b": 1.0, "gone": 9.0})})

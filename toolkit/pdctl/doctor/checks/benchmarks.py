@@ -211,6 +211,27 @@ def _unequal_load(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+_PROMPTS = re.compile(r"--num-prompts[ =](\d+)")
+_CLIENTS = re.compile(r"--(?:max-)?concurrency[ =](\d+)")
+
+
+def _too_few(evidence: Evidence) -> Iterator[Answer]:
+    for leg, command in _commands(evidence, _BENCH):
+        prompts, clients = _PROMPTS.search(command.line), _CLIENTS.search(command.line)
+        if prompts and clients and int(prompts[1]) < 4 * int(clients[1]):
+            yield Finding(
+                leg.name,
+                "likely",
+                (command.excerpt,),
+                f"{prompts[1]} requests for {clients[1]} clients: the start, when all ask at once, "
+                "and the end, when few are left, are most of the measurement.",
+                "Send at least ten requests per client and leave out the first of each "
+                "(pdctl bench does).",
+                severity="warning",
+            )
+            return
+
+
 CHECKS = (
     Check(
         "PD9001",
@@ -266,6 +287,15 @@ CHECKS = (
         "warning",
         "unequal-load",
         _unequal_load,
+        needs=("commands",),
+    ),
+    Check(
+        "PD9008",
+        "Too few requests per client",
+        Category.BENCHMARK_METHOD,
+        "warning",
+        "too-few-requests",
+        _too_few,
         needs=("commands",),
     ),
     Check(

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 
 from pdctl.doctor.checks.efa_devices import empty_efa
-from pdctl.doctor.checks.reading import (
+from pdctl.doctor.checks.reading import any_seen, seen
+from pdctl.doctor.checks.settings import (
     LOG_SETTINGS,
-    any_seen,
     config_values,
     number,
-    seen,
     tcp_is_meant,
     wants_gpu,
 )
@@ -43,13 +42,13 @@ CANNOT_LOCK = Pattern(
         "memlock",
     ),
     r"\(4112\)|post internal receive buffers|Libfabric error: \(-?12\)"
-    r"|set max locked memory|(?i:memlock).*(?:too low|limit|insufficient|exceed)",
+    r"|set max locked memory|(?i:memlock).{0,400}(?:too low|limit|insufficient|exceed)",
 )
 REGISTRATION_NO_MEMORY = Pattern(
     "registration-no-memory",
     ("Unable to register MR", "fi_mr_reg failed", "ibv_reg_mr"),
-    r"(?:Unable to register MR(?: of (?P<bytes>\d+) bytes)?|fi_mr_reg failed|ibv_reg_mr\w*).*"
-    r"(?:Cannot allocate memory|ENOMEM)(?:.*?length[=:]? ?(?P<length>\d+))?",
+    r"(?:Unable to register MR(?: of (?P<bytes>\d+) bytes)?|fi_mr_reg failed|ibv_reg_mr\w*).{0,400}"
+    r"(?:Cannot allocate memory|ENOMEM)(?:.{0,400}?length[=:]? ?(?P<length>\d+))?",
 )
 NO_HMEM = Pattern(
     "no-hmem",
@@ -68,8 +67,9 @@ GPU_REGISTRATION = Pattern(
         "gdr_pin_buffer failed",
         "get_dmabuf_fd",
     ),
-    r"(?:register MR|fi_mr_reg\w*|ibv_reg_\w*mr\w*).*(?:Bad address|EFAULT|Operation not supported"
-    r"|Invalid argument)|register handle for GPU memory|get_dmabuf_fd.*fail",
+    r"(?:register MR|fi_mr_reg\w*|ibv_reg_\w*mr\w*).{0,400}"
+    r"(?:Bad address|EFAULT|Operation not supported"
+    r"|Invalid argument)|register handle for GPU memory|get_dmabuf_fd.{0,400}fail",
 )
 
 
@@ -108,7 +108,7 @@ def locked_limit(leg: LegEvidence) -> tuple[float, Excerpt] | None:
             return _bytes(match[1], 1), command.excerpt
         if "ulimit" in command.line and (
             match := re.search(
-                r"(?m)(?:max locked memory.*?)?\b(\d+|unlimited)\s*$", command.output
+                r"(?m)(?:max locked memory.{0,400}?)?\b(\d+|unlimited)\s*$", command.output
             )
         ):
             # ulimit -l counts KiB, but containers are often told bytes; either is too low.

@@ -12,14 +12,8 @@ from pdctl.doctor.checks.lines import (
     LOAD_FAILURE_FAILS,
     UNRECOGNISED_READ,
 )
-from pdctl.doctor.checks.reading import (
-    LOG_SETTINGS,
-    Setting,
-    config_values,
-    number,
-    seen,
-    settings,
-)
+from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, Setting, config_values, number, settings
 from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.evidence.metrics import Metrics
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding
@@ -272,7 +266,6 @@ CHECKS = (
         _router_ttl,
         needs=("config|metrics",),
         patterns=LOG_SETTINGS,
-        premises=(),
     ),
     Check(
         "PD4004",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.lines import EXPIRED_RELEASE, OUT_OF_MEMORY_KILL, UNRECOGNISED_READ
-from pdctl.doctor.checks.reading import LOG_SETTINGS, is_true, seen, setting
+from pdctl.doctor.checks.lines import EXPIRED_RELEASE, UNRECOGNISED_READ
+from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, setting
 from pdctl.doctor.evidence.facts import Evidence, LegEvidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
 
@@ -19,32 +19,13 @@ WAITING_FOR_REMOTE = Pattern(
     "waiting-for-remote-kv",
     ("still in WAITING_FOR_REMOTE_KVS", "KVPoll.WaitingForInput"),
     r"(?P<request>\S+) is still in WAITING_FOR_REMOTE_KVS"
-    r"|(?P<gave_up>timed out after .* in KVPoll\.WaitingForInput)",
+    r"|(?P<gave_up>timed out after .{0,400} in KVPoll\.WaitingForInput)",
 )
-REJECTED = Pattern(
-    "request-refused",
-    ("400 Bad Request", "422 Unprocessable", "404 Not Found"),
-    r"POST /v1/\S+ HTTP/[\d.]+\" (?:400|404|422)",
+DEFERRED_LINE = Pattern(
+    "deferred-requests",
+    ("Deferred:",),
+    r"Running: (?P<running>\d+) reqs.{0,400}Deferred: (?P<deferred>[1-9]\d*) reqs",
 )
-RELEASE_CRASH = Pattern(
-    "release-crash",
-    ("update_from_kv_xfer_finished",),
-)
-PEER_DOWN = Pattern(
-    "decode-down",
-    (
-        "connect error",
-        "onnection refused",
-        "ConnectError",
-        "no healthy upstream",
-        "OOMKilled",
-        "CrashLoopBackOff",
-        "EngineDeadError",
-    ),
-    r"(?i)(?:decode\S*.*(?:connect\w* ?error|connection refused|unreachable|no healthy|OOMKilled|"
-    r"CrashLoop|Error\s))|(?:connect\w* ?error|refused|no healthy upstream).*decode",
-)
-
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -122,61 +103,6 @@ def _blocked_reaper(evidence: Evidence) -> Iterator[Answer]:
     )
 
 
-_SEVERAL = re.compile(r'"(?:n|best_of)"\s*:\s*(?:[2-9]|[1-9]\d+)\b')
-
-
-def _several_answers(evidence: Evidence) -> Iterator[Answer]:
-    several = [
-        capture for leg in evidence.legs for capture in leg.http if _SEVERAL.search(capture.text)
-    ]
-    read, released = seen(evidence, UNRECOGNISED_READ), seen(evidence, EXPIRED_RELEASE, "prefill")
-    if several and (read or released):
-        yield Finding(
-            read.leg if read else released.leg,
-            "likely",
-            (several[0].excerpt, *(read or released).excerpts[:2]),
-            "Requests for several answers (n or best_of above 1) fan out on decode: it reports "
-            "several reads of one prefill request, so prefill's blocks stay until the lease ends "
-            "or the count does not fit.",
-            "Refuse n above 1 at the P/D router or send such requests to decode alone (pd-router "
-            "does).",
-            severity="warning",
-        )
-
-
-def _dead_reader(evidence: Evidence) -> Iterator[Answer]:
-    down = seen(evidence, PEER_DOWN)
-    killed = seen(evidence, OUT_OF_MEMORY_KILL, "decode", "deployment")
-    router = [
-        leg.metrics.excerpt("pd_router_leg_up", role="decode")
-        for leg in evidence.role("router")
-        if leg.metrics and leg.metrics.value("pd_router_leg_up", role="decode") == 0
-    ]
-    for leg in evidence.role("prefill"):
-        usage = _usage(leg)
-        metrics = leg.metrics
-        if not usage or usage[-1] < 0.85 or not metrics or not (down or killed or router):
-            continue
-        if (metrics.value(RUNNING) or 0) > 2 or not metrics.value(WAITING):
-            continue
-        yield Finding(
-            leg.name,
-            "likely",
-            (
-                metrics.excerpt(USAGE),
-                metrics.excerpt(WAITING),
-                *(down.excerpts[:1] or killed.excerpts[:1]),
-                *router[:1],
-            ),
-            "Decode died, and prefill keeps the blocks of everything decode had not read until "
-            "their time is over: it does not know that the reader is gone, and admits nothing "
-            "meanwhile (480 s before vLLM had leases, 30 s with them).",
-            "Upgrade to a vLLM with leases and heartbeats (kv_lease_duration). On an older one "
-            "restart prefill after a decode crash, or lower VLLM_NIXL_ABORT_REQUEST_TIMEOUT. Find "
-            "out why decode died.",
-        )
-
-
 def _idle_but_full(evidence: Evidence) -> Iterator[Answer]:
     for leg in evidence.engines:
         idle = idle_usage(leg)
@@ -202,54 +128,6 @@ def _idle_but_full(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
-def _stranded(evidence: Evidence) -> Iterator[Answer]:
-    """Prefill's blocks that decode will never report as read."""
-    released = seen(evidence, EXPIRED_RELEASE, "prefill")
-    unread = set(released.counts("request"))
-    rejected = seen(evidence, REJECTED, "decode")
-    if len(unread) >= 3 and rejected.count >= 3:
-        yield Finding(
-            released.leg,
-            "likely",
-            (*rejected.excerpts[:1], *released.excerpts[:2]),
-            "Decode refuses requests before it admits them (a wrong parameter, template or model "
-            "name), so it never reads their KV and never tells prefill: prefill keeps the blocks "
-            "until their time is over.",
-            "Validate requests before prefill (the router must send the same checks to both legs "
-            "first), and keep the lease short (kv_lease_duration 30).",
-        )
-        return
-    read = seen(evidence, UNRECOGNISED_READ, "prefill")
-    strangers = set(read.counts("request")) - unread
-    for leg in evidence.role("prefill"):
-        idle = idle_usage(leg)
-        if strangers and leg.name in read.legs and idle and idle >= 0.05 and leg.metrics:
-            yield Finding(
-                leg.name,
-                "likely",
-                (*read.excerpts[:2], leg.metrics.excerpt(USAGE)),
-                "Decode reports reads under ids that prefill does not know (its own instead of "
-                "prefill's, seen with MLA models and unequal tensor parallel sizes), so the blocks "
-                "of the real ids are never freed.",
-                "Upgrade vLLM, or give both roles the same --tensor-parallel-size; restart prefill "
-                "to get its blocks back.",
-            )
-
-
-def _crash_on_release(evidence: Evidence) -> Iterator[Answer]:
-    found = seen(evidence, RELEASE_CRASH)
-    if found:
-        yield Finding(
-            found.leg,
-            "certain",
-            found.excerpts,
-            "The engine dies when it frees the blocks of a request that was aborted or had "
-            "expired: the scheduler no longer knows it (a KeyError in old vLLM releases).",
-            "Upgrade vLLM (0.11 or later); until then raise the time to live so that nothing "
-            "expires, and restart the leg.",
-        )
-
-
 def _waits_for_ever(evidence: Evidence) -> Iterator[Answer]:
     waiting = seen(evidence, WAITING_FOR_REMOTE)
     most = max(waiting.values.get("request", {"": 0}).values(), default=0)
@@ -257,6 +135,11 @@ def _waits_for_ever(evidence: Evidence) -> Iterator[Answer]:
         yield _stuck(waiting.leg, "likely", waiting.excerpts)
         return
     for leg in evidence.engines:
+        hits = leg.hits.get(DEFERRED_LINE.name)
+        still = [hit for hit in (hits.last if hits else []) if hit.groups["running"] == "0"]
+        if len(still) >= 3:
+            yield _stuck(leg.name, "likely", tuple(hit.excerpt for hit in still[-2:]))
+            continue
         if not leg.metrics:
             continue
         deferred = leg.metrics.series(DEFERRED, reason="deferred")
@@ -302,28 +185,6 @@ CHECKS = (
         patterns=(EXPIRED_RELEASE, UNRECOGNISED_READ),
     ),
     Check(
-        "PD5003",
-        "Several answers per prompt",
-        Category.BLOCK_LEAK,
-        "warning",
-        "several-answers-per-prompt",
-        _several_answers,
-        needs=("http",),
-        patterns=(UNRECOGNISED_READ, EXPIRED_RELEASE),
-        explains=("PD4001", "PD4004"),
-    ),
-    Check(
-        "PD5004",
-        "Prefill holds blocks for a decode that is gone",
-        Category.BLOCK_LEAK,
-        "error",
-        "reader-gone",
-        _dead_reader,
-        needs=("metrics",),
-        patterns=(PEER_DOWN, OUT_OF_MEMORY_KILL),
-        explains=("PD4001", "PD5002", "PD8505", "PD7004"),
-    ),
-    Check(
         "PD5005",
         "KV stays in use on an idle leg",
         Category.BLOCK_LEAK,
@@ -334,29 +195,6 @@ CHECKS = (
         patterns=LOG_SETTINGS,
     ),
     Check(
-        "PD5006",
-        "Blocks that decode never reports as read",
-        Category.BLOCK_LEAK,
-        "error",
-        "never-reported-read",
-        _stranded,
-        needs=("log",),
-        patterns=(EXPIRED_RELEASE, UNRECOGNISED_READ, REJECTED),
-        premises=("PD5003", "PD5004"),
-        explains=("PD4001", "PD4004", "PD5005", "PD5002"),
-    ),
-    Check(
-        "PD5008",
-        "Freeing an aborted request ends the engine",
-        Category.BLOCK_LEAK,
-        "error",
-        "release-ends-engine",
-        _crash_on_release,
-        needs=("log",),
-        patterns=(RELEASE_CRASH,),
-        explains=("PD4001", "PD5002", "PD8505"),
-    ),
-    Check(
         "PD5007",
         "Requests wait for KV that never comes",
         Category.BLOCK_LEAK,
@@ -364,7 +202,7 @@ CHECKS = (
         "waits-for-remote-kv",
         _waits_for_ever,
         needs=("log|metrics",),
-        patterns=(WAITING_FOR_REMOTE,),
+        patterns=(WAITING_FOR_REMOTE, DEFERRED_LINE),
         explains=("PD2009", "PD5005"),
     ),
 )

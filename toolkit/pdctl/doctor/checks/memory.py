@@ -13,7 +13,7 @@ from pdctl.doctor.model import Answer, Category, Check, Finding, Pattern
 RCACHE_SET = Pattern(
     "rcache-limit",
     ("UCX_RCACHE_MAX_UNRELEASED",),
-    r"(?P<cannot>already imported|can't reset|cannot reset)?.*UCX_RCACHE_MAX_UNRELEASED",
+    r"(?P<cannot>already imported|can't reset|cannot reset)?.{0,400}UCX_RCACHE_MAX_UNRELEASED",
 )
 RCACHE_NOT_SET = Pattern(
     "rcache-limit-not-set",
@@ -31,6 +31,11 @@ NO_KV_MEMORY = Pattern(
     ),
 )
 
+PREEMPTIONS = Pattern(
+    "preemptions",
+    ("Preemptions:",),
+    r"Preemptions: (?P<count>[1-9]\d*)",
+)
 PINNED = "pd_engine_pinned_blocks"
 BLOCKS = "pd_engine_kv_blocks"
 
@@ -98,6 +103,28 @@ def _pinned_turns(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+def _preempted(evidence: Evidence) -> Iterator[Answer]:
+    for leg in evidence.role("decode"):
+        name = "vllm:num_preemptions_total"
+        gain = leg.metrics.gain(name) if leg.metrics else None
+        hits = leg.hits.get(PREEMPTIONS.name)
+        often = hits is not None and hits.count >= 3
+        if not often and not (gain and gain >= 10):
+            continue
+        yield Finding(
+            leg.name,
+            "likely",
+            (
+                *((leg.metrics.excerpt(name),) if leg.metrics and gain else ()),
+                *(hits.excerpts[:2] if hits and often else ()),
+            ),
+            "Decode preempts requests: its KV cache does not hold what runs beside the pinned "
+            "turns. A preempted request is computed again, on decode, prompt and all.",
+            "Give decode more KV memory or fewer requests at once (max_num_seqs), lower "
+            "kv_transfer.decode_ttl, or add a decode leg; pdctl doctor SPEC --only memory-sizing.",
+        )
+
+
 CHECKS = (
     Check(
         "PD7002",
@@ -121,6 +148,17 @@ CHECKS = (
         needs=("log",),
         patterns=(NO_KV_MEMORY,),
         explains=("PD8505",),
+    ),
+    Check(
+        "PD7005",
+        "Decode preempts requests",
+        Category.MEMORY_SIZING,
+        "warning",
+        "decode-preempts",
+        _preempted,
+        needs=("log|metrics",),
+        patterns=(PREEMPTIONS,),
+        premises=("PD7004",),
     ),
     Check(
         "PD7004",

@@ -1,4 +1,4 @@
-"""Everything answers, and every prompt is computed again."""
+"""Everything answers, and no KV comes from the peer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ import re
 from collections.abc import Iterator
 
 from pdctl.doctor.checks.captures import HANDLE, answers, requests
-from pdctl.doctor.checks.lines import KV_TRANSFER_METRICS
-from pdctl.doctor.checks.reading import (
-    LOG_SETTINGS,
-    Setting,
-    config_values,
-    is_true,
-    number,
-    seen,
-    setting,
-    settings,
-)
+from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, setting
 from pdctl.doctor.evidence.facts import Evidence, LegEvidence
 from pdctl.doctor.evidence.metrics import Metrics
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
@@ -30,12 +21,6 @@ INVALID_PARAMS = Pattern(
     "invalid-transfer-params",
     ("will not utilize KVTransfer", "invalid KVTransferParams"),
 )
-BLOCK_SIZE_SET = Pattern(
-    "attention-block-size",
-    ("attention block size to",),
-    r"[Ss]etting attention block size to (?P<tokens>\d+)",
-)
-
 SKIPPED_PREFILL = Pattern(
     "prefill-skipped",
     (
@@ -49,9 +34,9 @@ SKIPPED_PREFILL = Pattern(
         "No prefill",
     ),
     r"(?i)skip\w* (?:disaggregated|remote) prefill|(?:no|missing|without) x-prefiller-host-port"
-    r"|(?:running|falling back|fallback|degrad\w+|routing|serving)\b.*"
+    r"|(?:running|falling back|fallback|degrad\w+|routing|serving)\b.{0,400}"
     r"\b(?:decode[- ]only|local prefill|aggregated mode)"
-    r"|no prefill (?:worker|endpoint|instance|pod)s?\b.*(?:available|found|ready)",
+    r"|no prefill (?:worker|endpoint|instance|pod)s?\b.{0,400}(?:available|found|ready)",
 )
 RESULT_MISSING = Pattern(
     "prefill-result-missing",
@@ -63,13 +48,12 @@ RESULT_MISSING = Pattern(
 STATISTICS = Pattern(
     "engine-statistics",
     ("External prefix cache hit rate",),
-    r"Avg prompt throughput: (?P<prompt>[\d.]+).*Prefix cache hit rate: (?P<local>[\d.]+)%.*"
+    r"Avg prompt throughput: (?P<prompt>[\d.]+).{0,400}"
+    r"Prefix cache hit rate: (?P<local>[\d.]+)%.{0,400}"
     r"External prefix cache hit rate: (?P<external>[\d.]+)%",
 )
 SUCCESS = "vllm:request_success_total"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
-TURNS = "pd_router_turns_total"
-_SLOW_GB_S = 2.0
 
 
 def _no_connector(evidence: Evidence) -> Iterator[Answer]:
@@ -186,198 +170,6 @@ def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
         "decode's request (pd-router; in kthena not lmcache or http). Capture one decode request "
         "and look for the field.",
     )
-
-
-def _threshold_ignored(evidence: Evidence) -> Iterator[Answer]:
-    for each in settings(evidence, "threshold", "decode"):
-        tokens = number(each.value) or 0
-        small = _small_transfers(evidence, "decode")
-        if tokens > 64 and small:
-            yield Finding(
-                each.leg,
-                "likely",
-                (each.excerpt, small),
-                f"kv_recompute_threshold ({tokens:g}) does not apply to ordinary transfers from "
-                "prefill to decode: vLLM consults it only when prefill reads back from decode, so "
-                "short prompts still pay a transfer. A low rate on transfers below one MB is fixed "
-                "overhead, not a bad fabric.",
-                "Send short prompts to decode alone in the router (pd-router: router.routing). "
-                "Leave the threshold for readback.",
-                severity="info",
-            )
-
-
-def _small_transfers(evidence: Evidence, role: str) -> Excerpt | None:
-    for leg in evidence.role(role):
-        hits = leg.hits.get(KV_TRANSFER_METRICS.name)
-        for hit in hits.last if hits else ():
-            if int(hit.groups["transfers"]) and float(hit.groups["mb"]) < 1:
-                return hit.excerpt
-        if leg.metrics:
-            total = leg.metrics.value("vllm:nixl_bytes_transferred_sum")
-            count = leg.metrics.value("vllm:nixl_bytes_transferred_count")
-            if total and count and total / count < 1e6:
-                return leg.metrics.excerpt("vllm:nixl_bytes_transferred_sum")
-    return None
-
-
-_PREFIX = re.compile(r"(?i)common prefix\D*?(?:with turn \d+\D*)?(\d+)\s*(?:of|/)\s*(\d+)")
-
-
-def _template(evidence: Evidence) -> Iterator[Answer]:
-    for leg in evidence.legs:
-        for capture in leg.http:
-            match = _PREFIX.search(capture.text)
-            if not match or int(match[1]) >= 0.9 * int(match[2]):
-                continue
-            queries = leg.metrics.value("vllm:prefix_cache_queries_total") if leg.metrics else None
-            shown = [capture.excerpt]
-            if queries and leg.metrics:
-                shown.append(leg.metrics.excerpt("vllm:prefix_cache_hits_total"))
-            yield Finding(
-                leg.name,
-                "certain",
-                tuple(shown),
-                f"The prompt of a turn shares only {match[1]} of {match[2]} tokens with the turn "
-                "before: the chat template renders earlier assistant turns differently from how "
-                "they were generated (an empty think block on the newest turn only, or reasoning "
-                "left out), so nothing behind that point can be reused.",
-                "Use a template that renders history as it was generated, or send "
-                "reasoning_content back. Compare /tokenize of two consecutive turns.",
-            )
-
-
-def _inert_cache(evidence: Evidence) -> Iterator[Answer]:
-    found = seen(evidence, BLOCK_SIZE_SET)
-    for leg in evidence.legs:
-        hits = leg.hits.get(BLOCK_SIZE_SET.name)
-        longest = setting(evidence, "max_model_len", leg.role)
-        block = float(hits.value("tokens") or 0) if hits else None
-        source = hits.excerpts[:1] if hits else ()
-        if block is None and (stated := setting(evidence, "block_size", leg.role)):
-            block, source = number(stated.value), (stated.excerpt,)
-        limit = number(longest.value) if longest else None
-        if not block or not limit or block <= limit:
-            continue
-        metric = (
-            (leg.metrics.excerpt("vllm:prefix_cache_hits_total"),)
-            if leg.metrics and leg.metrics.value("vllm:prefix_cache_queries_total")
-            else ()
-        )
-        yield Finding(
-            leg.name,
-            "certain",
-            (*source, *((longest.excerpt,) if longest else ()), *metric),
-            f"A KV block holds {block:g} tokens and the longest prompt {limit:g}: only whole "
-            "blocks are cached or transferred, so prefix caching and reuse never happen.",
-            "Raise --max-model-len above the block size, or accept that this model has no reuse "
-            "at this length.",
-        )
-    _ = found
-
-
-def _slow_on_one_node(evidence: Evidence) -> Iterator[Answer]:
-    nodes = [each for each in settings(evidence, "node", "prefill", "decode")]
-    for leg in evidence.legs:
-        for path, value in config_values(leg):
-            if re.fullmatch(r"nodes?\.(prefill|decode)", path) and not any(
-                each.excerpt.text.startswith(path) for each in nodes
-            ):
-                role = path.rpartition(".")[2]
-                shown = Excerpt(f"{leg.name}/config.txt", f"{path}: {value}")
-                nodes.append(Setting(role, role, value, shown))
-    roles = {each.role for each in nodes}
-    one_node = roles >= {"prefill", "decode"} and len({str(each.value) for each in nodes}) == 1
-    if not one_node:
-        return
-    for leg in evidence.role("decode", "prefill"):
-        slow = _rate(leg)
-        if slow and slow[0] < _SLOW_GB_S:
-            yield Finding(
-                leg.name,
-                "likely",
-                (slow[1], *(each.excerpt for each in nodes[:2])),
-                f"Both legs are on one node without RDMA between them, and the pull connector "
-                f"moves {slow[0]:.1f} GB/s: UCX's cuda_ipc is fast for PUT, its remote GET falls "
-                "back to TCP in this layout. The familiar connector name (NixlConnector) reads.",
-                "Use NixlPushConnector on both legs (never push on one and pull on the other; no "
-                "readback then), or give the pods RDMA or a shared IPC namespace. It is not a "
-                "fault of the fabric.",
-            )
-            return
-
-
-def _rate(leg: LegEvidence) -> tuple[float, Excerpt] | None:
-    """GB/s of transfers that are large enough to tell."""
-    hits = leg.hits.get(KV_TRANSFER_METRICS.name)
-    for hit in hits.last if hits else ():
-        if int(hit.groups["transfers"]) and float(hit.groups["mb"]) >= 8:
-            return float(hit.groups["rate"]) / 1e3, hit.excerpt
-    if leg.metrics:
-        size = leg.metrics.value("vllm:nixl_bytes_transferred_sum")
-        seconds = leg.metrics.value("vllm:nixl_xfer_time_seconds_sum")
-        count = leg.metrics.value("vllm:nixl_xfer_time_seconds_count") or 1
-        if size and seconds and size / count > 8e6:
-            return size / seconds / 1e9, leg.metrics.excerpt("vllm:nixl_bytes_transferred_sum")
-    return None
-
-
-def _threshold_too_high(evidence: Evidence) -> Iterator[Answer]:
-    for each in settings(evidence, "threshold", "prefill"):
-        longest = setting(evidence, "max_model_len", "prefill")
-        tokens = number(each.value) or 0
-        limit = number(longest.value) if longest else None
-        if limit and tokens >= limit and longest:
-            yield Finding(
-                each.leg,
-                "certain",
-                (each.excerpt, longest.excerpt),
-                f"kv_recompute_threshold ({tokens:g}) is not below the longest prompt ({limit:g}): "
-                "no turn can ever reach it, so nothing is read back.",
-                "Lower it (64 is the default; pdctl tune measures the right one).",
-            )
-            return
-    below = _turns(evidence, "below_threshold")
-    hits = _turns(evidence, "hit")
-    if below and below[0] >= 20 and below[0] > 9 * (hits[0] if hits else 0):
-        stated = setting(evidence, "threshold", "prefill")
-        yield Finding(
-            stated.leg if stated else below[2],
-            "likely",
-            (below[1], *((stated.excerpt,) if stated else ())),
-            "Nearly every turn falls below kv_recompute_threshold, so it is recomputed.",
-            "Compare the threshold with the length of your turns and lower it (64 is the default; "
-            "pdctl tune measures the right one).",
-            severity="warning",
-        )
-
-
-def _turns(evidence: Evidence, outcome: str) -> tuple[float, Excerpt, str] | None:
-    """Turns with an outcome, how it shows, and the leg that counted them."""
-    for leg in evidence.role("router", "prefill"):
-        for name in (TURNS, "pd_engine_decisions_total"):
-            if leg.metrics and (total := leg.metrics.value(name, outcome=outcome)) is not None:
-                gain = leg.metrics.gain(name, outcome=outcome)
-                shown = leg.metrics.excerpt(name, outcome=outcome)
-                return (total if gain is None else gain), shown, leg.name
-    return None
-
-
-def _history(evidence: Evidence) -> Iterator[Answer]:
-    changed, hits = _turns(evidence, "history_changed"), _turns(evidence, "hit")
-    if changed and changed[0] >= 10 and changed[0] > (hits[0] if hits else 0):
-        yield Finding(
-            changed[2],
-            "likely",
-            (changed[1], *((hits[1],) if hits else ())),
-            "Most turns do not continue the turn before, token for token: clients edit or compact "
-            "their history, or strip the reasoning that decode's blocks contain. Reading those "
-            "blocks would give wrong text, so the prompt is recomputed.",
-            "Send the assistant's answers back unchanged, reasoning included (reasoning_content "
-            "and a template that renders it); compact history rarely, then start a new "
-            "conversation id.",
-            severity="warning",
-        )
 
 
 def _invalid(evidence: Evidence) -> Iterator[Answer]:
@@ -521,60 +313,6 @@ CHECKS = (
         explains=("PD4511",),
     ),
     Check(
-        "PD4504",
-        "The threshold does not apply to prefill to decode",
-        Category.SILENT_RECOMPUTE,
-        "info",
-        "threshold-not-for-p2d",
-        _threshold_ignored,
-        needs=("config|log",),
-        patterns=(KV_TRANSFER_METRICS, *LOG_SETTINGS),
-        explains=("PD7504",),
-    ),
-    Check(
-        "PD4505",
-        "The chat template changes the history",
-        Category.SILENT_RECOMPUTE,
-        "error",
-        "template-changes-history",
-        _template,
-        needs=("http",),
-        explains=("PD4512",),
-    ),
-    Check(
-        "PD4506",
-        "A KV block is longer than any prompt",
-        Category.SILENT_RECOMPUTE,
-        "warning",
-        "block-longer-than-prompt",
-        _inert_cache,
-        needs=("log|config",),
-        patterns=(BLOCK_SIZE_SET, *LOG_SETTINGS),
-    ),
-    Check(
-        "PD4507",
-        "Slow reads within one node",
-        Category.SILENT_RECOMPUTE,
-        "warning",
-        "slow-on-one-node",
-        _slow_on_one_node,
-        needs=("log|metrics",),
-        patterns=(KV_TRANSFER_METRICS, *LOG_SETTINGS),
-        explains=("PD7504",),
-    ),
-    Check(
-        "PD4508",
-        "The recompute threshold is above the prompts",
-        Category.SILENT_RECOMPUTE,
-        "error",
-        "threshold-too-high",
-        _threshold_too_high,
-        needs=("config|metrics|log",),
-        patterns=LOG_SETTINGS,
-        premises=(),
-        explains=("PD4511",),
-    ),
-    Check(
         "PD4510",
         "Incomplete kv_transfer_params",
         Category.SILENT_RECOMPUTE,
@@ -594,14 +332,5 @@ CHECKS = (
         _nothing_transferred,
         needs=("metrics|log",),
         patterns=(STATISTICS, *LOG_SETTINGS),
-    ),
-    Check(
-        "PD4512",
-        "Turns do not continue their history",
-        Category.SILENT_RECOMPUTE,
-        "warning",
-        "history-changed",
-        _history,
-        needs=("metrics",),
     ),
 )

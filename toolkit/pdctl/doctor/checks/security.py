@@ -18,12 +18,15 @@ _WHOSE = r"(?:owner|stored_by|owned_by|belongs_to|created_by)"
 CLAIM = Pattern(
     "claim-across-tenants",
     ("owner", "stored_by", "owned_by", "belongs_to", "created_by"),
-    rf"(?i)\b{_WHO}{_IS}(?P<who>[\w.@/-]+).*\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+)",
+    rf"(?i)\b{_WHO}{_IS}(?P<who>[\w.@/-]+).{{0,400}}\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+)",
 )
 CLAIM_REVERSED = Pattern(
     "claim-across-tenants-reversed",
     CLAIM.any_of,
-    rf"(?i)\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+).*\b{_WHO}{_IS}(?P<who>[\w.@/-]+)",
+    rf"(?i)\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+).{{0,400}}\b{_WHO}{_IS}(?P<who>[\w.@/-]+)",
+)
+DEVELOPMENT = Pattern(
+    "development-endpoints", ("Development endpoints are enabled",), r"Development endpoints"
 )
 STRIPPED = "pd_router_client_kv_params_stripped_total"
 FATAL = Pattern(
@@ -156,6 +159,20 @@ def _handle_leaks(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+def _development(evidence: Evidence) -> Iterator[Answer]:
+    found = seen(evidence, DEVELOPMENT)
+    if found:
+        yield Finding(
+            found.leg,
+            "certain",
+            found.excerpts[:1],
+            "The engine's development endpoints are on (VLLM_SERVER_DEV_MODE): whoever reaches its "
+            "port can read all settings, reset caches and put the engine to sleep.",
+            "Unset VLLM_SERVER_DEV_MODE where the port can be reached by others.",
+            severity="info",
+        )
+
+
 CHECKS = (
     Check(
         "PD8001",
@@ -188,6 +205,16 @@ CHECKS = (
         needs=("http",),
         patterns=(ENGINE_DEAD, FATAL),
         explains=("PD8505", "PD4510"),
+    ),
+    Check(
+        "PD8005",
+        "Development endpoints are on",
+        Category.SECURITY,
+        "info",
+        "development-endpoints",
+        _development,
+        needs=("log",),
+        patterns=(DEVELOPMENT,),
     ),
     Check(
         "PD8004",

@@ -13,7 +13,8 @@ from pd_connector.contract import (
     PLUGIN_NAME,
 )
 from pdctl.doctor.checks.captures import streams
-from pdctl.doctor.checks.reading import LOG_SETTINGS, is_true, seen, settings
+from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, settings
 from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
@@ -28,8 +29,8 @@ PLUGIN_ENGINE = Pattern("pdctl-connector-active", (LOG_CONNECTOR_ACTIVE,))
 NO_PARAMS_IN_STREAM = Pattern(
     "stream-without-params",
     ("kv_transfer_params",),
-    r"(?i)(?:stream|SSE|chunk).*(?:no|without|missing|lacks?)\b.*kv_transfer_params"
-    r"|(?:no|without|missing)\b[\w ]*kv_transfer_params.*(?:stream|SSE|chunk)",
+    r"(?i)(?:stream|SSE|chunk).{0,400}(?:no|without|missing|lacks?)\b.{0,400}kv_transfer_params"
+    r"|(?:no|without|missing)\b[\w ]*kv_transfer_params.{0,400}(?:stream|SSE|chunk)",
 )
 _FINISHED = re.compile(r'"finish_reason"\s*:\s*"(?:stop|length|tool_calls)"')
 _SIZES = re.compile(r"(?i)\b(?:bytes|chunks?|reads?|sizes?|len(?:gth)?)\b")
@@ -169,7 +170,6 @@ CHECKS = (
         _plugin,
         needs=("log|env",),
         patterns=(PLUGIN_ACTIVE, PLUGIN_INACTIVE, PLUGIN_ENGINE, *LOG_SETTINGS),
-        premises=(),
         explains=("PD5501", "PD4511"),
     ),
 )

@@ -28,7 +28,7 @@ from pdctl.doctor.evidence import node, redact, web
 from pdctl.doctor.evidence.metrics import SCRAPE_SEPARATOR
 from pdctl.doctor.model import DEPLOYMENT
 from pdctl.launch.probe import tail, telling_line
-from pdctl.launch.state import DeploymentState
+from pdctl.launch.state import KEPT_LOGS, DeploymentState
 from pdctl.launch.up import LegStatus, leg_statuses
 from pdctl.plan import Deployment, Leg, kv_config_json
 from pdctl.render import ROUTER_CONFIG
@@ -276,6 +276,9 @@ def _leg(
     # Of a leg that is not on record, only what a start that has just failed has left.
     recent = log.exists() and time.time() - log.stat().st_mtime < RECENT_SECONDS
     row: dict[str, Any] = {"deployment": deployment.name, "name": leg.name, "phase": "not started"}
+    earlier = [log.with_name(f"{log.name}.{number}") for number in range(1, KEPT_LOGS + 1)]
+    earlier = [path for path in earlier if path.exists()]
+    row["earlier_ends"] = [path.stat().st_mtime for path in earlier]
     if not status and recent:
         row["detail"] = redact.text(telling_line(tail(log)) or "")
     if status:
@@ -294,10 +297,8 @@ def _leg(
     _write(found.folder, f"{leg.name}/commands/process.txt", text)
     if recent or (status and log.exists()):
         found.logs[leg.name] = [log]
-    if status is None:
-        return
-    earlier = [log.with_name(f"{log.name}.{number}") for number in range(1, 10)]
-    found.earlier_logs[leg.name] = [path for path in earlier if path.exists()]
+    if status is not None:
+        found.earlier_logs[leg.name] = earlier
 
 
 def _settings(
