@@ -19,6 +19,7 @@ say() { echo "[$(($(date +%s) - began)) s] $*"; }
 pdctl() { "$PYTHON" -c 'import sys; from pdctl.cli import main; sys.argv[0] = "pdctl"; main()' "$@"; }
 
 running=
+# shellcheck disable=SC2329  # by the trap
 save() {
   [ -n "$running" ] && say "stopping $running" && pdctl down "$running" --grace 5
   tar -C "$PDCTL_STATE_DIR" -czf "$OUT/logs.tar.gz" --exclude lock . 2>/dev/null
