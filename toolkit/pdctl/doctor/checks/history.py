@@ -89,7 +89,7 @@ def _inert_cache(evidence: Evidence) -> Iterator[Answer]:
         if block is None and (stated := setting(evidence, "block_size", leg.role)):
             block, source = number(stated.value), (stated.excerpt,)
         limit = number(longest.value) if longest else None
-        if not block or not limit or block <= limit:
+        if not block or not limit or block < limit:
             continue
         metric = (
             (leg.metrics.excerpt("vllm:prefix_cache_hits_total"),)
