@@ -94,9 +94,7 @@ def _tensor_parallel(evidence: Evidence) -> Iterator[Answer]:
         or limit.counts("shape")
         or (refused and limit.counts("unregistered"))
     )
-    if not named and not (
-        unequal and (limit or refused)
-    ):
+    if not named and not (unequal and (limit or refused)):
         return
     sizes = ", ".join(f"{each.role} {each.value}" for each in unequal) or "see the message"
     yield Finding(
@@ -199,9 +197,7 @@ def _raised_block_sizes(evidence: Evidence) -> list[Setting]:
     for leg in evidence.engines:
         hits = leg.hits.get(BLOCK_SIZE_SET.name)
         if hits and (tokens := hits.value("tokens")):
-            of_role.setdefault(
-                leg.role, Setting(leg.name, leg.role, tokens, hits.excerpts[0])
-            )
+            of_role.setdefault(leg.role, Setting(leg.name, leg.role, tokens, hits.excerpts[0]))
     found = list(of_role.values())
     return found if len({each.value for each in found}) > 1 else []
 

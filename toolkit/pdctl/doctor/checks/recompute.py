@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.captures import HANDLE, answers, requests
+from pdctl.doctor.checks.captures import HANDLE, answers, sent_to
 from pdctl.doctor.checks.reading import seen
 from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, setting
 from pdctl.doctor.evidence.facts import Evidence, LegEvidence
@@ -146,7 +146,7 @@ def _requests_served(evidence: Evidence, role: str) -> tuple[float, Excerpt] | N
 def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
     without = [
         (leg, capture)
-        for leg, capture in requests(evidence, "decode")
+        for leg, capture in sent_to(evidence, "decode")
         if not HANDLE.search(capture.text)
     ]
     missing = evidence.log(RESULT_MISSING, "router", "decode", DEPLOYMENT)
@@ -164,7 +164,11 @@ def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
         return
     if not without:
         return
-    given = [capture for _, capture in answers(evidence, "prefill") if HANDLE.search(capture.text)]
+    given = [
+        capture
+        for _, capture in answers(evidence, "prefill", "router")
+        if HANDLE.search(capture.text)
+    ]
     generic = evidence.text(
         r"(?i)(?:kvConnector|connector)\W+(?:type\W+)?(lmcache|http|mooncake\w*)\b", "config"
     )
