@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.captures import HANDLE, answers, requests
+from pdctl.doctor.checks.captures import HANDLE, answers, sent_to
 from pdctl.doctor.checks.reading import seen
 from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, setting
 from pdctl.doctor.evidence.facts import Evidence, LegEvidence
@@ -34,6 +34,7 @@ SKIPPED_PREFILL = Pattern(
         "No prefill",
     ),
     r"(?i)skip\w* (?:disaggregated|remote) prefill|(?:no|missing|without) x-prefiller-host-port"
+    r"|x-prefiller-host-port\b.{0,40}\b(?:not (?:found|present|set)|missing|absent|empty)"
     r"|(?:running|falling back|fallback|degrad\w+|routing|serving)\b.{0,400}"
     r"\b(?:decode[- ]only|local prefill|aggregated mode)"
     r"|no prefill (?:worker|endpoint|instance|pod)s?\b.{0,400}(?:available|found|ready)",
@@ -53,6 +54,7 @@ STATISTICS = Pattern(
     r"External prefix cache hit rate: (?P<external>[\d.]+)%",
 )
 SUCCESS = "vllm:request_success_total"
+PROMPT_TOKENS = "vllm:prompt_tokens_total"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 
 
@@ -97,7 +99,8 @@ def _decode_only(evidence: Evidence) -> Iterator[Answer]:
     prefill, decode = served["prefill"], served["decode"]
     idle = prefill is not None and decode is not None and prefill[0] == 0 and decode[0] >= 10
     skipped = seen(evidence, SKIPPED_PREFILL)
-    if not idle and skipped.count < 3:
+    few = not idle and skipped.count < 3
+    if few and not (skipped and _decode_computed(evidence)):
         return
     decider = evidence.text(
         r"(?i)decider|disagg\w*[-_ ]?(?:threshold|router)|nonCachedTokens", "config"
@@ -120,21 +123,30 @@ def _decode_only(evidence: Evidence) -> Iterator[Answer]:
     )
 
 
+def _decode_computed(evidence: Evidence) -> bool:
+    """Whether decode computed prompts and got no token from a peer."""
+    return any(
+        leg.metrics is not None
+        and (leg.metrics.value(BY_SOURCE, source="local_compute") or 0) > 10_000
+        and not leg.metrics.value(BY_SOURCE, source="external_kv_transfer")
+        for leg in evidence.role("decode")
+    )
+
+
 def _requests_served(evidence: Evidence, role: str) -> tuple[float, Excerpt] | None:
     for leg in evidence.role(role):
-        if not leg.metrics:
-            continue
-        total = leg.metrics.value(SUCCESS)
-        gain = leg.metrics.gain(SUCCESS)
-        if total is not None:
-            return (total if gain is None else gain), leg.metrics.excerpt(SUCCESS)
+        for name in (SUCCESS, PROMPT_TOKENS):
+            total = leg.metrics.value(name) if leg.metrics else None
+            if leg.metrics and total is not None:
+                gain = leg.metrics.gain(name)
+                return (total if gain is None else gain), leg.metrics.excerpt(name)
     return None
 
 
 def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
     without = [
         (leg, capture)
-        for leg, capture in requests(evidence, "decode")
+        for leg, capture in sent_to(evidence, "decode")
         if not HANDLE.search(capture.text)
     ]
     missing = evidence.log(RESULT_MISSING, "router", "decode", DEPLOYMENT)
@@ -152,7 +164,11 @@ def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
         return
     if not without:
         return
-    given = [capture for _, capture in answers(evidence, "prefill") if HANDLE.search(capture.text)]
+    given = [
+        capture
+        for _, capture in answers(evidence, "prefill", "router")
+        if HANDLE.search(capture.text)
+    ]
     generic = evidence.text(
         r"(?i)(?:kvConnector|connector)\W+(?:type\W+)?(lmcache|http|mooncake\w*)\b", "config"
     )

@@ -36,7 +36,19 @@ UNSUPPORTED = Pattern(
         "DCP is not supported",
         "does not preserve CSA",
         "do not support bidirectional",
+        "Connector does not support",
+        "Connector doesn't support",
+        "not supported with",
+        "not supported by",
+        "not compatible with",
+        "NotImplementedError",
     ),
+    r"not supported for NIXL|NixlConnector PCP|NixlPushConnector consumer|kv_buffer is not"
+    r"|DCP is not supported|does not preserve CSA|do not support bidirectional"
+    r"|Connector (?:does not|doesn't) support"
+    r"|(?i:not (?:supported|compatible) (?:with|by) (?:the )?(?:\w*Connector\b"
+    r"|disaggregated|kv[ _]transfer))"
+    r"|NotImplementedError: .{0,200}(?:(?i:nixl|kv[ _]?(?:connector|transfer)|disaggregat))",
 )
 
 

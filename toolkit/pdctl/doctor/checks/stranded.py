@@ -9,12 +9,18 @@ from pdctl.doctor.checks.leaks import RUNNING, USAGE, WAITING, _usage, idle_usag
 from pdctl.doctor.checks.lines import EXPIRED_RELEASE, OUT_OF_MEMORY_KILL, UNRECOGNISED_READ
 from pdctl.doctor.checks.reading import seen
 from pdctl.doctor.evidence.facts import Evidence
-from pdctl.doctor.model import Answer, Category, Check, Finding, Pattern
+from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Finding, Pattern
 
 REJECTED = Pattern(
     "request-refused",
     ("400 Bad Request", "422 Unprocessable", "404 Not Found"),
     r"POST /v1/\S+ HTTP/[\d.]+\" (?:400|404|422)",
+)
+GONE = Pattern(
+    "client-gone",
+    ("isconnect", '" 499', "context canceled", "ClientDisconnect"),
+    r"(?i)client (?:\w+ )?(?:disconnected|closed|gone|went away)|\" 499\b"
+    r"|context canceled|ClientDisconnect",
 )
 RELEASE_CRASH = Pattern(
     "release-crash",
@@ -108,6 +114,20 @@ def _stranded(evidence: Evidence) -> Iterator[Answer]:
             "first), and keep the lease short (kv_lease_duration 30).",
         )
         return
+    gone = seen(evidence, GONE, "router", DEPLOYMENT, "client")
+    if unread and gone:
+        yield Finding(
+            released.leg,
+            "likely",
+            (*gone.excerpts[:1], *released.excerpts[:2]),
+            "Clients went away after prefill had answered and before decode took the request: "
+            "decode never hears of it, so nobody tells prefill that its blocks can go, and they "
+            "stay until the lease ends.",
+            "Keep the lease short (kv_lease_duration 30), and let the router send decode's request "
+            "even when the client has gone, or send nothing to prefill that it cannot follow up.",
+            severity="warning" if len(unread) >= 3 or gone.count >= 3 else "info",
+        )
+        return
     read = seen(evidence, UNRECOGNISED_READ, "prefill")
     strangers = set(read.counts("request")) - unread
     for leg in evidence.role("prefill"):
@@ -170,7 +190,7 @@ CHECKS = (
         "never-reported-read",
         _stranded,
         needs=("log",),
-        patterns=(EXPIRED_RELEASE, UNRECOGNISED_READ, REJECTED),
+        patterns=(EXPIRED_RELEASE, UNRECOGNISED_READ, REJECTED, GONE),
         premises=("PD5003", "PD5004"),
         explains=("PD4001", "PD4004", "PD5005", "PD5002"),
     ),
