@@ -124,6 +124,7 @@ def _store(settings: Settings, legs: Legs, on_drop: OnDrop) -> HandleStore:
             branches=settings.max_branches,
             legs=lambda: [leg.name for leg in legs.decode],
             on_drop=on_drop,
+            answer_seconds=settings.state_timeout,
         )
     return MemoryStore(
         ttl=settings.handle_ttl,
