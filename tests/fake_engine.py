@@ -88,6 +88,8 @@ class Script:
     stop_reason: str | int | None = None
     generated: str | None = None
     """The tokens behind the answer, where they differ from its text."""
+    piece: int = 3
+    """Characters of a stream's chunk."""
 
 
 class FakeEngine:
@@ -129,6 +131,8 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.request_headers: list[dict[str, str]] = []
         self.handles: list[dict[str, Any]] = []
+        self.others: list[dict[str, Any]] = []
+        """Requests of other paths: method, path, query, headers, body."""
         self.aborted = 0
         self.reads = 0
         self.healthy = True
@@ -137,6 +141,7 @@ class FakeEngine:
         self.lease_posts = 0
         self.looked_at = 0
         self.reads_fail = False
+        self.says_ids: list[int] | None = None
         self.released_turns: list[str] = []
         self.tokenized: list[dict[str, Any]] = []
         self.cached: list[str] = []
@@ -165,6 +170,7 @@ class FakeEngine:
             app.router.add_get("/metrics", self._metrics)
             app.router.add_post("/pd/leases", self._leases)
             self._session = aiohttp.ClientSession()
+            app.router.add_route("*", "/{path:.*}", self._other)
             self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
             await self._runner.setup()
             site = web.TCPSite(self._runner, self.host, port or self.port)
@@ -498,6 +504,47 @@ class FakeEngine:
         model = {"id": self.model, "object": "model", "owned_by": "vllm", "max_model_len": 8192}
         return web.json_response({"object": "list", "data": [model]})
 
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        if request.path.startswith("/pd/"):
+            return web.Response(status=404)
+        raw = await request.read()
+        body = json.loads(raw) if raw else None
+        asked = {"method": request.method, "path": request.path, "query": request.query_string}
+        self.others.append({**asked, "headers": dict(request.headers), "body": body})
+        fault = self.faults.popleft() if self.faults else None
+        try:
+            if (answer := await self._fail(request, body or {}, fault)) is not None:
+                return answer
+            events = other_events(self, request.path)
+            if events and body and body.get("stream"):
+                return await self._stream_others(request, events, fault)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.aborted += 1
+            raise
+        if body and body.get("encoding_format") == "bytes":
+            metadata = {"Content-Type": "application/octet-stream", "metadata": '{"n":1}'}
+            return web.Response(body=b"\x00\x01\xff", headers=metadata)
+        return web.Response(
+            body=dumps(other_answer(self, request.path, body)),
+            headers={"Content-Type": "application/json"},
+        )
+
+    async def _stream_others(
+        self, request: web.Request, events: list[bytes], fault: Any
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for number, event in enumerate(events):
+            if number == self.hold_after:
+                while not self.released.is_set():  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            if fault == "end" and number == 1:
+                return response
+            size = self.write_size or len(event)
+            for start in range(0, len(event), size):
+                await response.write(event[start : start + size])
+        return response
+
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
@@ -603,7 +650,7 @@ def whole_answer(
         "kv_transfer_params": params,
     }
     if chat and body.get("return_token_ids"):
-        answer["prompt_token_ids"] = [*map(ord, render(body))]
+        answer["prompt_token_ids"] = engine.says_ids or [*map(ord, render(body))]
     return answer
 
 
@@ -626,7 +673,7 @@ def stream_events(
     if chat:
         deltas.append({"role": "assistant", "content": ""})
         deltas += [{"reasoning": piece} for piece in pieces(script.reasoning)]
-        deltas += [{"content": piece} for piece in pieces(script.content)]
+        deltas += [{"content": piece} for piece in pieces(script.content, script.piece)]
         for index, call in enumerate(script.tool_calls):
             function = call["function"]
             first = {"name": function["name"], "arguments": ""}
@@ -666,8 +713,52 @@ def stream_events(
     return [*events, b"data: [DONE]\n\n"]
 
 
-def pieces(text: str | None) -> list[str]:
-    return [text[i : i + 3] for i in range(0, len(text), 3)] if text else []
+def other_handle(engine: FakeEngine) -> dict[str, Any]:
+    """A handle as the engine adds it to answers that are no turns of the router."""
+    return {
+        "do_remote_decode": True,
+        "remote_engine_id": engine.engine_id,
+        "remote_host": engine.host,
+        "remote_port": engine.port,
+        "remote_block_ids": [[1]],
+    }
+
+
+def other_answer(engine: FakeEngine, path: str, body: Any) -> dict[str, Any]:
+    """vLLM's shapes (openai/responses/protocol.py, anthropic/protocol.py), and an echo."""
+    if path.startswith("/v1/responses"):
+        name = path.split("/")[3] if path.count("/") > 2 else f"resp_{engine.role}_{engine.port}"
+        return {"id": name, "object": "response", "kv_transfer_params": other_handle(engine)}
+    if path == "/v1/messages":
+        text = [{"type": "text", "text": "Hi"}]
+        return {"type": "message", "content": text, "kv_transfer_params": other_handle(engine)}
+    return {"path": path, "role": engine.role, "got": body, "score": 1.0}
+
+
+def other_events(engine: FakeEngine, path: str) -> list[bytes]:
+    def event(name: str, **fields: Any) -> bytes:
+        return f"event: {name}\ndata: ".encode() + dumps({"type": name, **fields}) + b"\n\n"
+
+    if path == "/v1/responses":
+        response = {"id": f"resp_{engine.role}_{engine.port}", "status": "in_progress"}
+        done = {**response, "status": "completed", "kv_transfer_params": other_handle(engine)}
+        return [
+            event("response.created", response=response),
+            event("response.output_text.delta", delta="Grüße"),
+            event("response.completed", response=done),
+        ]
+    if path == "/v1/messages":
+        return [
+            event("message_start", message={"role": "assistant"}),
+            event("content_block_delta", delta={"type": "text_delta", "text": "Hi"}),
+            event("message_delta", delta={"stop_reason": "end_turn"}),
+            event("message_stop"),
+        ]
+    return []
+
+
+def pieces(text: str | None, size: int = 3) -> list[str]:
+    return [text[i : i + size] for i in range(0, len(text), size)] if text else []
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -112,7 +112,7 @@ class Crashes:
 
     async def healed(self, leg: str) -> None:
         done = await asyncio.to_thread(
-            self.engines.pdctl, "up", str(self.engines.spec), "--timeout", "240"
+            self.engines.pdctl, "up", str(self.engines.spec), "--skip-checks", "--timeout", "400"
         )
         if done.returncode:
             raise SystemExit(f"{leg} did not start again:\n{done.stderr}")

@@ -67,7 +67,7 @@ class Pair:
 
 
 @contextlib.contextmanager
-def pair(changes: Mapping[str, Mapping[str, Any]], seconds: int = 300) -> Iterator[Pair]:
+def pair(changes: Mapping[str, Mapping[str, Any]], seconds: int = 400) -> Iterator[Pair]:
     """Both legs, healthy; ``changes`` to the example's spec by section. Stopped at the end."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     folder = Path(tempfile.mkdtemp(prefix="pdctl-bench-"))
@@ -86,7 +86,7 @@ def pair(changes: Mapping[str, Mapping[str, Any]], seconds: int = 300) -> Iterat
     urls = (f"http://127.0.0.1:{prefill}", f"http://127.0.0.1:{decode}")
     made = Pair(spec["name"], *urls, file, folder / "state")
     try:
-        started = made.pdctl("up", str(file), "--timeout", str(seconds))
+        started = made.pdctl("up", str(file), "--skip-checks", "--timeout", str(seconds))
         if started.returncode:
             raise SystemExit(f"the legs did not start:\n{started.stderr}")
         yield made

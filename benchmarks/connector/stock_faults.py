@@ -29,8 +29,10 @@ from pdctl.conversation import user_text
 
 BPE = CANARY.with_name("canary-bpe")
 DECODE_TTL = 20
-HANGS = 15.0
+HANGS = 30.0
 """Seconds without an answer that count as hanging: a turn takes one or two."""
+FIRST = 240.0
+"""Seconds for the first turn of a start."""
 
 Fault = Callable[[Deployment], str]
 Row = tuple[str, Fault] | tuple[str, Fault, str]
@@ -74,6 +76,7 @@ def run(deployment: Deployment, connector: str, wanted: list[int]) -> None:
         deployment.pdctl("up", "SPEC", "--bidir", "on")
         if leg := changes.get("leg"):
             start_changed(deployment, leg, changes["script"])
+        warm_up(deployment)
         for name, fault, *needs in faults:
             heal(deployment, needs or ["prefill", "decode"])
             begin = time.monotonic()
@@ -83,6 +86,17 @@ def run(deployment: Deployment, connector: str, wanted: list[int]) -> None:
                 seen = f"({type(error).__name__}: {str(error).splitlines()[0]:.80})"
             took = time.monotonic() - begin
             print(f"{connector:<6} {name:<58} {seen}  [{took:.0f} s]", flush=True)
+
+
+def warm_up(deployment: Deployment) -> None:
+    """First prompts and the handshakes of both directions take longer than any hang."""
+    deployment.client.timeout = httpx.Timeout(FIRST)
+    history = user_text(f"warm {time.monotonic()}", 300)
+    with contextlib.suppress(KeyError, AssertionError):
+        answer, _, handle = legs.turn(deployment, history)
+        if not CHANGED:
+            legs.turn(deployment, history + answer + " go on", handle)
+    deployment.client.timeout = httpx.Timeout(HANGS)
 
 
 CHANGED: list[subprocess.Popen[bytes]] = []

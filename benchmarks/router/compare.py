@@ -24,9 +24,11 @@ from rig import cpu_seconds, engine, pd_router, process, rust_router, wait_for  
 from ports import free_ports  # noqa: E402
 
 
-def run_load(target: list[str], streams: int, seconds: float, pid: int | None) -> dict[str, Any]:
+def run_load(
+    target: list[str], streams: int, seconds: float, chunks: int, pid: int | None
+) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "load.py"), *target]
-    command += ["--streams", str(streams), "--seconds", str(seconds)]
+    command += ["--streams", str(streams), "--seconds", str(seconds), "--chunks", str(chunks)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as load:
         assert load.stdout is not None
         assert load.stdout.readline() == "warm\n"
@@ -48,8 +50,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--rust", metavar="FOLDER", help="where vllm-router is installed")
     parser.add_argument("--only", nargs="+", default=["direct", "pd-router", "vllm-router"])
-    for flag, default in (("--prefill-ms", 5.0), ("--chunks", 100.0), ("--chunk-ms", 10.0)):
-        parser.add_argument(flag, type=float, default=default)
+    parser.add_argument("--prefill-ms", type=float, default=5)
+    parser.add_argument("--chunk-ms", type=float, default=10)
+    parser.add_argument("--chunks", type=int, default=100)
     parser.add_argument("-o", dest="output", choices=("table", "json"), default="table")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as given.folder:
@@ -61,7 +64,7 @@ def main() -> int:
 def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     ports = free_ports(5)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    pace = ["--prefill-ms", str(given.prefill_ms), "--chunks", str(int(given.chunks))]
+    pace = ["--prefill-ms", str(given.prefill_ms), "--chunks", str(given.chunks)]
     pace += ["--chunk-ms", str(given.chunk_ms)]
     legs = [("prefill", urls[0]), ("decode", urls[1])]
     rows: list[dict[str, Any]] = []
@@ -91,7 +94,7 @@ def _one(
     legs: list[tuple[str, str]],
 ) -> dict[str, Any]:
     if name == "direct":
-        return run_load(["--direct", urls[0], urls[1]], streams, given.seconds, None)
+        return run_load(["--direct", urls[0], urls[1]], streams, given.seconds, given.chunks, None)
     env = {}
     if name == "pd-router":
         command, url = pd_router(Path(given.folder), ports[2], legs), urls[2]
@@ -100,7 +103,7 @@ def _one(
         env = {"PYTHONPATH": given.rust}
     with process(command, env) as router:
         wait_for(url + "/health")
-        row = run_load(["--url", url], streams, given.seconds, router.pid)
+        row = run_load(["--url", url], streams, given.seconds, given.chunks, router.pid)
     row["answer_events"] = given.chunks + 2
     return row
 

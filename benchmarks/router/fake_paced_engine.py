@@ -55,7 +55,8 @@ class Script:
 
     def handle(self, *, prefill: bool) -> dict[str, Any]:
         number = next(self._numbers)
-        return {
+        proof = {} if prefill else {"pd_tokens": {"v": 1, "n": 2000, "digest": "00" * 32}}
+        return proof | {
             "do_remote_prefill": prefill,
             "do_remote_decode": not prefill,
             "remote_block_ids": [[number % 1000 + block for block in range(16)]],
@@ -71,9 +72,10 @@ class Script:
             "transfer_mode": "pull",
         }
 
-    def prefill(self) -> bytes:
+    def prefill(self, reads: bool) -> bytes:
         params = self.handle(prefill=True)
-        params["pd_reuse"] = {"outcome": "miss", "tokens_read": 0}
+        outcome = {"outcome": "hit", "tokens_read": 1900} if reads else {"outcome": "miss"}
+        params["pd_reuse"] = outcome
         usage = {"prompt_tokens": 2000, "completion_tokens": 1, "total_tokens": 2001}
         message = {"role": "assistant", "content": "x"}
         choice = {"index": 0, "message": message, "finish_reason": "length"}
@@ -170,11 +172,12 @@ class Connection(asyncio.Protocol):
             self._transport.write(_STREAM_HEAD + script.first)
             self._clock.after(script.chunk_ticks, self._next)
         else:
-            self._clock.after(script.prefill_ticks, self._prefill)
+            reads = b'"remote_block_ids":[[' in body
+            self._clock.after(script.prefill_ticks, lambda: self._prefill(reads))
 
-    def _prefill(self) -> None:
+    def _prefill(self, reads: bool) -> None:
         if self._transport is not None:
-            self._transport.write(self._script.prefill())
+            self._transport.write(self._script.prefill(reads))
 
     def _next(self) -> None:
         if self._transport is None:

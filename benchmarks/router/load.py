@@ -33,14 +33,18 @@ class Stats:
         self.errors[what] = self.errors.get(what, 0) + 1
 
 
-def request(url: str, number: int, stream: bool, turn: int) -> bytes:
+def request(url: str, number: int, stream: bool, turn: int, chunks: int) -> bytes:
+    """Of every two turns the second continues the first, with the answer it got."""
     text = f"conversation {number} " + "lorem ipsum dolor sit amet " * 7
     roles = ("user", "assistant")
     messages = [{"role": roles[n % 2], "content": text} for n in range(HISTORY)]
-    messages.append({"role": "user", "content": f"turn {turn}"})
+    messages.append({"role": "user", "content": "What now?"})
+    if turn % 2:
+        messages.append({"role": "assistant", "content": " token" * (chunks - 1) + " end"})
+        messages.append({"role": "user", "content": "And then?"})
     body: dict[str, Any] = {"model": "fake", "messages": messages, "max_tokens": 100}
     if stream:
-        body |= {"stream": True, "conversation_id": f"c{number}"}
+        body |= {"stream": True, "conversation_id": f"c{number}-{turn // 2}"}
     raw = json.dumps(body, separators=(",", ":")).encode()
     parts = urlsplit(url)
     head = (
@@ -115,22 +119,23 @@ class Connection(asyncio.Protocol):
 class Client:
     """One stream after another."""
 
-    def __init__(self, stats: Stats, urls: list[str], number: int) -> None:
+    def __init__(self, stats: Stats, urls: list[str], number: int, chunks: int) -> None:
         self._stats = stats
         self._urls = urls
         self._number = number
+        self._chunks = chunks
         self._connections: dict[str, Connection] = {}
 
     async def run(self, until: float, delay: float) -> None:
         await asyncio.sleep(delay)
-        turn = 0
+        turn = -1
         while time.perf_counter() < until:
             turn += 1
             started = time.perf_counter()
             try:
                 for url in self._urls:
                     stream = url == self._urls[-1]
-                    raw = request(url, self._number, stream, turn)
+                    raw = request(url, self._number, stream, turn, self._chunks)
                     await (await self._connection(url)).ask(raw, stream, started)
                 if started >= self._stats.from_time:
                     self._stats.requests += 1
@@ -162,7 +167,7 @@ async def load(given: argparse.Namespace) -> dict[str, Any]:
     until = stats.from_time + given.seconds
     urls = given.direct or [given.url]
     spread = given.warm * 0.8 / given.streams
-    clients = [Client(stats, urls, n) for n in range(given.streams)]
+    clients = [Client(stats, urls, n, given.chunks) for n in range(given.streams)]
     ends = [asyncio.create_task(c.run(until, n * spread)) for n, c in enumerate(clients)]
     await asyncio.sleep(given.warm)
     print("warm", flush=True)
@@ -189,6 +194,7 @@ def main() -> None:
     target.add_argument("--direct", nargs=2, metavar=("PREFILL", "DECODE"))
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=5, help="measured time after warm-up")
+    parser.add_argument("--chunks", type=int, default=100, help="content chunks of an answer")
     parser.add_argument("--warm", type=float, default=2)
     print(json.dumps(uvloop.run(load(parser.parse_args()))))
 

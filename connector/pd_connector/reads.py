@@ -38,6 +38,10 @@ _LATE = 1.0
 """A READ must end this many seconds before its claim does."""
 
 
+def _grows_old(pending: PendingClaim, claim: Claim) -> bool:
+    return claim.granted and time.perf_counter() - pending.asked > claim.seconds / 2
+
+
 @dataclass
 class Reading:
     """A request whose blocks are read from a peer."""
@@ -69,6 +73,9 @@ class Reads:
             # Decode does not know claims: its deadline in the handle is all there is.
             return Claim(True, float("inf"), "granted")
         pending, claim = self._asked.get(request.request_id, (None, None))
+        if pending is not None and claim is not None and _grows_old(pending, claim):
+            # It has waited for blocks of its own meanwhile.
+            pending = claim = None
         if pending is None:
             pending = self._claims.start(
                 str(handle[REMOTE_HOST]),

@@ -64,7 +64,7 @@ class TurnBody:
         self.conversation_id = self.fields.pop(contract.CONVERSATION_ID, None)
         if not safe_request_id(self.fields.get("request_id")):
             self.fields.pop("request_id", None)
-        self.stripped = _strip(self.fields)
+        self.stripped = strip(self.fields)
         """How many engine-to-engine fields the client had set."""
         shared = {name: v for name, v in self.fields.items() if name not in _ANSWER_FIELDS}
         self._shared = jsonbytes.dump(shared)[:-1]
@@ -158,7 +158,8 @@ def _read(endpoint: Endpoint, raw: bytes) -> dict[str, Any]:
     return fields
 
 
-def _strip(fields: dict[str, Any]) -> int:
+def strip(fields: dict[str, Any]) -> int:
+    """Remove what no client may set; says how many there were."""
     stripped = sum(fields.pop(name, None) is not None for name in _ENGINE_FIELDS)
     xargs = fields.get(_XARGS)
     if isinstance(xargs, dict):

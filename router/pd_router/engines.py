@@ -97,6 +97,12 @@ class Engines:
         for origin in self._origins.values():
             origin.close()
 
+    def forget(self, leg: Leg) -> None:
+        """Drop the idle connections to a leg that is gone."""
+        origin = self._origins.pop(leg.url, None)
+        if origin is not None:
+            origin.close()
+
     async def post(
         self,
         leg: Leg,

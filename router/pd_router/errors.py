@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -10,6 +10,21 @@ from pd_connector import contract
 from pd_router import jsonbytes
 
 RETRY_AFTER_SECONDS = 2
+
+ErrorForm = Literal["openai", "responses", "anthropic"]
+"""Whose clients read an error: its JSON shape, and its event within a stream."""
+
+# Anthropic's error types by status (https://docs.anthropic.com/en/api/errors).
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 _HANDLE_WORDS = (
     contract.KV_TRANSFER_PARAMS,
@@ -34,17 +49,24 @@ class TurnError(Exception):
     """A turn that ends in an error answer of the router's own."""
 
     def __init__(
-        self, status: int, message: str, kind: str, *, retry_after: int | None = None
+        self,
+        status: int,
+        message: str,
+        kind: str,
+        *,
+        retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind
-        self.retry_after = retry_after
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["Retry-After"] = str(retry_after)
 
-    def response(self) -> web.Response:
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return error_response(self.status, self.message, self.kind, headers)
+    def response(self, form: ErrorForm = "openai") -> web.Response:
+        return error_response(self.status, self.message, self.kind, self.headers, form)
 
 
 class EngineRefused(Exception):
@@ -55,7 +77,8 @@ class EngineRefused(Exception):
         self.status = status
         self.body = body
 
-    def response(self) -> web.Response:
+    def response(self, form: ErrorForm = "openai") -> web.Response:
+        """The engine has answered in its client's ``form`` already."""
         return web.Response(
             status=self.status, body=self.body, headers={"Content-Type": "application/json"}
         )
@@ -69,17 +92,39 @@ def unavailable(message: str) -> TurnError:
     return TurnError(503, message, "service_unavailable", retry_after=RETRY_AFTER_SECONDS)
 
 
-def error_object(status: int, message: str, kind: str) -> dict[str, Any]:
+def error_object(
+    status: int, message: str, kind: str, form: ErrorForm = "openai"
+) -> dict[str, Any]:
+    if form == "anthropic":
+        kind = _ANTHROPIC_TYPES.get(status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     return {"error": {"message": message, "type": kind, "code": status}}
 
 
 def error_response(
-    status: int, message: str, kind: str, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str,
+    kind: str,
+    headers: Mapping[str, str] | None = None,
+    form: ErrorForm = "openai",
 ) -> web.Response:
-    return web.json_response(error_object(status, message, kind), status=status, headers=headers)
+    body = error_object(status, message, kind, form)
+    return web.json_response(body, status=status, headers=headers)
 
 
-def refusal(status: int, raw: bytes, secrets: Iterable[str]) -> EngineRefused:
+def error_event(status: int, message: str, kind: str, form: ErrorForm = "openai") -> bytes:
+    """The event that tells a client of a stream under way that it got no whole answer."""
+    if form == "responses":
+        body = {"type": "error", "code": kind, "message": message, "param": None}
+    else:
+        body = error_object(status, message, kind, form)
+    name = b"" if form == "openai" else b"event: error\n"
+    return name + b"data: " + jsonbytes.dump(body) + b"\n\n"
+
+
+def refusal(
+    status: int, raw: bytes, secrets: Iterable[str], form: ErrorForm = "openai"
+) -> EngineRefused:
     """An engine's 4xx for the client, rid of ``secrets`` and of the parts of handles.
 
     vLLM repeats the whole request body in some of its validation errors, the
@@ -87,16 +132,18 @@ def refusal(status: int, raw: bytes, secrets: Iterable[str]) -> EngineRefused:
     """
     text = raw.decode(errors="replace")
     if not text.lstrip().startswith("{") or _tells(text, secrets):
-        error = error_object(status, _reasons(text, secrets), "invalid_request_error")
+        error = error_object(status, _reasons(text, secrets), "invalid_request_error", form)
         raw = jsonbytes.dump(error)
     return EngineRefused(status, raw)
 
 
-def clean_error_event(data: bytes, secrets: Iterable[str]) -> bytes | None:
+def clean_error_event(
+    data: bytes, secrets: Iterable[str], form: ErrorForm = "openai"
+) -> bytes | None:
     """A replacement for an engine's error event that tells too much; None: it does not."""
     if not _tells(data.decode(errors="replace"), secrets):
         return None
-    return jsonbytes.dump(error_object(500, "The engine failed.", "engine_error"))
+    return error_event(500, "The engine failed.", "engine_error", form)
 
 
 def secrets_in(params: Mapping[str, Any] | None) -> list[str]:

@@ -1,16 +1,16 @@
 """Handles between turns: found, claimed once, restored only if unread, scoped by tenant."""
 
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
 
 from pd_connector import contract
-from pd_router import jsonbytes
 from pd_router.history import Past
+from pd_router.packing import unpack as unpack_params
 
 HANDLE_OVERHEAD = 1000
 """Bytes that a held handle is counted with beside what it carries."""
@@ -19,7 +19,7 @@ OnDrop = Callable[["Handle", str], None]
 """Told of a handle that is forgotten unused, and why."""
 
 
-class Handle(msgspec.Struct, frozen=True, array_like=True):
+class Handle(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What decode returned for a finished turn. Serialisable: ``pack`` and ``unpack``."""
 
     id: str
@@ -59,7 +59,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     @property
     def params(self) -> bytes:
         """``kv_transfer_params`` as JSON, every field as decode gave it."""
-        return zlib.decompress(self.packed)
+        return unpack_params(self.packed)
 
     @property
     def size(self) -> int:
@@ -80,10 +80,6 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
 def unpack(raw: bytes) -> Handle:
     """The handle of :meth:`Handle.pack`. Raises :class:`msgspec.DecodeError`."""
     return msgspec.msgpack.decode(raw, type=Handle)
-
-
-def pack_params(params: Mapping[str, Any]) -> bytes:
-    return zlib.compress(jsonbytes.dump(dict(params)), 1)
 
 
 def can_be_read(params: Mapping[str, Any]) -> bool:
@@ -123,10 +119,19 @@ class HandleStore(Protocol):
     async def drop(self, handles: Iterable[Handle], reason: str) -> None:
         """Forget handles."""
 
+    async def newest(self, start: int, count: int) -> list[Handle]:
+        """Held handles, the newest first, ``start`` of them left out."""
+        ...
+
     def held(self) -> Mapping[str, int]:
         """Usable handles by leg, as far as this process knows."""
 
     def bytes_held(self) -> int: ...
+
+    async def watch(self) -> None:
+        """What the store does on the side, until it is cancelled."""
+
+    async def close(self) -> None: ...
 
 
 class MemoryStore:
@@ -144,7 +149,7 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self._branches = branches
         self._on_drop = on_drop
-        self._by_key: dict[str, list[Handle]] = {}
+        self._by_key: dict[str, tuple[Handle, ...]] = {}
         self._by_age: OrderedDict[str, Handle] = OrderedDict()
         self._claimed: dict[str, Handle] = {}
         self._bytes = 0
@@ -152,7 +157,7 @@ class MemoryStore:
     async def find(self, keys: Sequence[str]) -> list[Handle]:
         for key in keys:
             if handles := self._by_key.get(key):
-                return handles[::-1]
+                return [*reversed(handles)]
         return []
 
     async def claim(self, handle: Handle) -> bool:
@@ -172,8 +177,7 @@ class MemoryStore:
 
     def put(self, handle: Handle) -> None:
         self._add(handle)
-        branches = self._by_key[handle.key]
-        while len(branches) > self._branches:
+        while len(branches := self._by_key[handle.key]) > self._branches:
             self._forget(branches[0], "replaced")
         while len(self._by_age) > self._capacity or self._bytes > self._max_bytes:
             self._forget(self._oldest(), "evicted")
@@ -196,6 +200,9 @@ class MemoryStore:
             if handle.id in self._by_age:
                 self._forget(handle, reason)
 
+    async def newest(self, start: int, count: int) -> list[Handle]:
+        return list(islice(reversed(self._by_age.values()), start, start + count))
+
     def held(self) -> Mapping[str, int]:
         now = time.time()
         count: dict[str, int] = {}
@@ -207,6 +214,12 @@ class MemoryStore:
     def bytes_held(self) -> int:
         return self._bytes
 
+    async def watch(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
     def _oldest(self) -> Handle:
         return next(iter(self._by_age.values()))
 
@@ -214,14 +227,15 @@ class MemoryStore:
         if (same := self._by_age.get(handle.id)) is not None:
             self._remove(same)
         self._by_age[handle.id] = handle
-        self._by_key.setdefault(handle.key, []).append(handle)
+        self._by_key[handle.key] = (*self._by_key.get(handle.key, ()), handle)
         self._bytes += handle.size
 
     def _remove(self, handle: Handle) -> None:
         del self._by_age[handle.id]
-        branches = self._by_key[handle.key]
-        branches.remove(handle)
-        if not branches:
+        branches = tuple(other for other in self._by_key[handle.key] if other is not handle)
+        if branches:
+            self._by_key[handle.key] = branches
+        else:
             del self._by_key[handle.key]
         self._bytes -= handle.size
 

@@ -52,7 +52,7 @@ class Match:
 NO_MATCH = Match(Continuation.CHANGED, 0.0)
 
 
-class Past(msgspec.Struct, frozen=True, array_like=True):
+class Past(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A finished turn, as much of it as the guard needs; digests alone."""
 
     kind: str
@@ -98,7 +98,7 @@ _STEERS_TEMPLATE = (
 )
 
 _REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
-_REASONING_MARKS = ("think>", "[/think]")
+_REASONING_MARKS = ("think>", "THINK>", "[/think]", "[/THINK]")
 
 
 class ChatPrompt:
@@ -118,7 +118,8 @@ class ChatPrompt:
         )
         self.only_text = all(map(_is_text, messages))
         self._context = _context(fields)
-        self._chain = _chain(self._context, self._canonical)
+        self._state = hashlib.blake2b(self._context, digest_size=16)
+        self._chain = _chain(self._state, self._canonical)
         self.size: int = sum(map(len, self._canonical))
 
     @property
@@ -147,7 +148,7 @@ class ChatPrompt:
         message = answer.message()
         text = answer.text
         last = _canonical(message)
-        chain = _chain(self._context, [*self._canonical, last])
+        chain = [*self._chain, *_chain(self._state.copy(), [last])[1:]]
         step, marks = _thin(1, [digest[:MARK] for digest in chain[1:]])
         return Past(
             kind=self.kind,
@@ -194,7 +195,8 @@ class _Run:
     def _digests(self, data: Any) -> list[bytes]:
         """After 0, ``step``, ``2 * step``, ... items."""
         starts = range(0, len(data) - self.step + 1, self.step)
-        return _chain(self._context, [self._bytes(data[at : at + self.step]) for at in starts])
+        state = hashlib.blake2b(self._context, digest_size=16)
+        return _chain(state, [self._bytes(data[at : at + self.step]) for at in starts])
 
     def _digest_at(self, data: Any, length: int) -> bytes:
         state = hashlib.blake2b(self._context, digest_size=16)
@@ -354,7 +356,7 @@ def _shows_reasoning(message: dict[str, Any]) -> bool:
     content = message.get("content")
     if isinstance(content, list):
         content = " ".join(str(part.get("text")) for part in content)
-    text = (content or "").lower()
+    text = content or ""
     return any(message.get(name) is not None for name in _REASONING_FIELDS) or any(
         mark in text for mark in _REASONING_MARKS
     )
@@ -365,9 +367,8 @@ def _text_hides_tokens(answer: Answer) -> bool:
     return isinstance(answer.stop_reason, str) or "\ufffd" in answer.text
 
 
-def _chain(context: bytes, parts: list[bytes]) -> list[bytes]:
-    """Digests of the context and the first 0, 1, 2, ... parts."""
-    state = hashlib.blake2b(context, digest_size=16)
+def _chain(state: Any, parts: list[bytes]) -> list[bytes]:
+    """Digests of what ``state`` has taken in and the first 0, 1, 2, ... parts more."""
     digests = [state.digest()]
     for part in parts:
         state.update(len(part).to_bytes(8, "big"))

@@ -1,18 +1,20 @@
 """What a finished turn leaves for the next one: decode's handle, held or given back."""
 
 import logging
+import os
+import sys
 import time
-import uuid
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
 from pd_connector import contract
 from pd_router.answer import Answer
-from pd_router.handles import Handle, can_be_read, pack_params
+from pd_router.handles import Handle, can_be_read
 from pd_router.history import Prompt
 from pd_router.identity import Identity
 from pd_router.legs import Leg, base_of
+from pd_router.packing import pack
 from pd_router.parts import Router
 from pd_router.relay import OnComplete
 from pd_router.settings import Settings
@@ -76,14 +78,16 @@ class Keeper:
         tokens = known.get(contract.REMOTE_NUM_TOKENS)
         if not isinstance(tokens, int):
             tokens = self.router.chooser.costs.tokens_in(past.size)
-        engine = base_of(str(known.get(contract.REMOTE_ENGINE_ID) or self.leg.engine or ""))
+        engine = sys.intern(
+            base_of(str(known.get(contract.REMOTE_ENGINE_ID) or self.leg.engine or ""))
+        )
         left = self.router.deadlines.seconds_left(engine, known, settings.decode_ttl)
         proof = known.get(contract.PD_TOKENS)
         return Handle(
-            id=uuid.uuid4().hex,
+            id=os.urandom(8).hex(),
             request=str(known.get(contract.REMOTE_REQUEST_ID) or ""),
             key=key,
-            packed=b"" if params is None else pack_params(params),
+            packed=b"" if params is None else pack(params),
             leg=self.leg.name,
             engine=engine,
             past=past,

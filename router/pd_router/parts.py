@@ -10,7 +10,7 @@ from typing import Any
 
 from pd_connector import telemetry
 from pd_router.engines import Engines
-from pd_router.handles import Handle, HandleStore, MemoryStore
+from pd_router.handles import Handle, HandleStore, MemoryStore, OnDrop
 from pd_router.health import Health
 from pd_router.legs import Leg, Legs
 from pd_router.lifetime import Deadlines
@@ -71,13 +71,7 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
         if reason in ("evicted", "replaced", "released"):
             releases.add(handle)
 
-    handles = MemoryStore(
-        ttl=settings.handle_ttl,
-        capacity=settings.max_handles,
-        max_bytes=settings.max_handle_bytes,
-        branches=settings.max_branches,
-        on_drop=dropped,
-    )
+    handles = _store(settings, legs, dropped)
 
     def background(work: Awaitable[object]) -> None:
         router.background(work)
@@ -100,7 +94,9 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
         spans=_spans(settings, metrics),
     )
     _gauges(router)
-    workers = [asyncio.create_task(health.watch()), asyncio.create_task(releases.work())]
+    workers = [
+        asyncio.create_task(work) for work in (health.watch(), releases.work(), handles.watch())
+    ]
     try:
         yield router
     finally:
@@ -110,7 +106,31 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
             await asyncio.gather(*workers)
         if router.spans is not None:
             await asyncio.to_thread(router.spans.close)
+        await handles.close()
         await engines.close()
+
+
+def _store(settings: Settings, legs: Legs, on_drop: OnDrop) -> HandleStore:
+    if settings.state != "memory":
+        # An extra: only who shares handles needs its client library.
+        from pd_router.store_redis import RedisStore  # noqa: PLC0415
+
+        return RedisStore(
+            settings.state,
+            settings.deployment,
+            ttl=settings.handle_ttl,
+            capacity=settings.max_handles,
+            branches=settings.max_branches,
+            legs=lambda: [leg.name for leg in legs.decode],
+            on_drop=on_drop,
+        )
+    return MemoryStore(
+        ttl=settings.handle_ttl,
+        capacity=settings.max_handles,
+        max_bytes=settings.max_handle_bytes,
+        branches=settings.max_branches,
+        on_drop=on_drop,
+    )
 
 
 def _spans(settings: Settings, metrics: Metrics) -> Spans | None:

@@ -5,24 +5,34 @@ within the transports' buffers.
 """
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from pd_router.engines import EngineAnswer, answer_failures
+from pd_router.engines import EngineAnswer, LegFailure, answer_failures
 from pd_router.relay import StreamRelay
 from pd_router.sse import EventTooLarge
 
 HIGH_WATER = 64 << 10
 """Bytes waiting for a client above which decode is no longer read."""
 
-CLIENT_STALL_SECONDS = 120.0
-"""How long a client may take nothing of a stream that waits for it."""
-
 
 class ClientStalled(ConnectionResetError):
     """The client took nothing for too long, and its connection was dropped."""
+
+
+class Interrupted(LegFailure):
+    """The router itself ends the stream."""
+
+
+_open: "set[StreamPipe]" = set()
+
+
+def open_pipes() -> "list[StreamPipe]":
+    """Streams that are under way."""
+    return list(_open)
 
 
 class StreamPipe:
@@ -52,6 +62,8 @@ class StreamPipe:
         self._on_first: Callable[[], None] | None = on_first
         self._draining: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
+        self.task: asyncio.Task[object] | None = None
+        """Who waits for it."""
 
     async def run(self) -> None:
         """Pass the stream on until decode has ended it.
@@ -59,6 +71,8 @@ class StreamPipe:
         Raises :class:`~pd_router.engines.LegFailure`, :class:`~pd_router.sse.EventTooLarge`
         or, when the client has gone, :class:`ConnectionResetError`.
         """
+        self.task = asyncio.current_task()
+        _open.add(self)
         try:
             with answer_failures(self._answer.leg):
                 self._engine.attach(self._take)
@@ -67,10 +81,15 @@ class StreamPipe:
             if self._failure is None:
                 raise
         finally:
+            _open.discard(self)
             if self._draining is not None:
                 self._draining.cancel()
         if self._failure is not None:
             raise self._failure
+
+    def interrupt(self, reason: str) -> None:
+        """End the stream as if its leg had failed for ``reason``."""
+        self._give_up(Interrupted(self._answer.leg, reason))
 
     async def finish(self, response: web.StreamResponse) -> None:
         """End the client's body, once it has taken what waits for it."""
@@ -139,6 +158,7 @@ async def open_pipe(
     writer = await response.prepare(request)
     assert writer is not None
     writer.send_headers()
+    _bound_silence(writer.transport, stall_seconds)
     return StreamPipe(
         answer,
         relay,
@@ -147,3 +167,11 @@ async def open_pipe(
         stall_seconds=stall_seconds,
         on_first=on_first,
     )
+
+
+def _bound_silence(transport: asyncio.WriteTransport | None, seconds: float) -> None:
+    """Let the kernel drop a client that takes nothing of the last bytes, either."""
+    connection = transport.get_extra_info("socket") if transport is not None else None
+    if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = min(int(seconds * 1000), 2**31 - 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

@@ -6,13 +6,18 @@ from typing import Any
 from pd_connector.contract import KV_TRANSFER_PARAMS
 from pd_router import jsonbytes, sse
 from pd_router.answer import Answer
-from pd_router.errors import clean_error_event
+from pd_router.errors import ErrorForm, clean_error_event
 from pd_router.tokens import IdsTap
 
 _DONE = b"[DONE]"
-_HANDLE_MARK = f'"{KV_TRANSFER_PARAMS}"'.encode()
+HANDLE_FIELDS = (KV_TRANSFER_PARAMS, "ec_transfer_params")
+"""Fields of an answer that are between engines."""
+_HANDLE_MARKS = tuple(f'"{name}"'.encode() for name in HANDLE_FIELDS)
 _ERROR_MARK = b'"error"'
 _USAGE_MARK = b'"usage":{'
+_FAILED_MARK = b"response.failed"
+_FAILED = ("error", "response.failed")
+"""Types of events that tell of an error without saying so at their top."""
 _PENDING_BYTES = 16 << 10
 """Events that are looked at together; one by one they would cost more."""
 
@@ -23,10 +28,9 @@ class StreamRelay:
     """Passes a stream of server-sent events on, byte for byte but for handles.
 
     ``on_complete`` is called once with the answer, before its last event is handed out, so
-    that the next turn finds what this one left; None spares the parsing. ``secrets`` are words
-    that no error event may tell. ``last`` is what the stream's last event contains. ``tap``
-    takes token ids out. With ``take_usage`` the counts at the end are noted, and with
-    ``hide_usage`` not passed on, because only the router asked for them.
+    that the next turn finds what this one left; None spares the parsing.
+    ``secrets`` are words that no error event may tell, ``form`` is the shape of such events.
+    The stream's last event contains one of ``last``.
     """
 
     def __init__(
@@ -34,16 +38,22 @@ class StreamRelay:
         max_event: int,
         secrets: Sequence[str],
         on_complete: OnComplete | None,
-        last: bytes = _DONE,
+        form: ErrorForm = "openai",
+        last: tuple[bytes, ...] = (_DONE,),
         *,
         tap: IdsTap | None = None,
         take_usage: bool = False,
         hide_usage: bool = False,
     ) -> None:
+        """``tap`` takes token ids out. ``take_usage``: the counts at the end are noted, and with
+        ``hide_usage`` not passed on, because only the router asked for them."""
         self._splitter = sse.Splitter(max_event)
         self._secrets = secrets
         self._on_complete = on_complete
+        self._form = form
         self._last = last
+        counts = (_USAGE_MARK,) if take_usage else ()
+        self._special = (b"_transfer_params", _ERROR_MARK, _FAILED_MARK, b"\r", *last, *counts)
         self._tap = tap
         self._take_usage = take_usage
         self._hide_usage = hide_usage
@@ -51,21 +61,18 @@ class StreamRelay:
         self._answer = Answer()
         self._pending: list[bytes] = []
         self._pending_bytes = 0
+        self.on_first: Callable[[bytes], None] | None = None
+        """Called with the stream's first bytes."""
         self.done = False
         """The engine ended the stream itself."""
 
     def feed(self, chunk: bytes) -> bytes:
         """What the client gets for ``chunk``. Raises :class:`~pd_router.sse.EventTooLarge`."""
-        if (
-            self._splitter.empty
-            and chunk.endswith(b"\n\n")
-            and _HANDLE_MARK not in chunk
-            and _ERROR_MARK not in chunk
-            and self._last not in chunk
-            and b"\r" not in chunk
-            and self._tap is None
-            and not (self._take_usage and _USAGE_MARK in chunk)
-        ):
+        if self.on_first is not None:
+            self.on_first(chunk)
+            self.on_first = None
+        plain = self._tap is None and self._splitter.empty and chunk.endswith(b"\n\n")
+        if plain and not self._is_special(chunk):
             # Whole events in which nothing is to be changed.
             if self._on_complete is not None:
                 self._note_later(chunk)
@@ -76,12 +83,13 @@ class StreamRelay:
     def _pass(self, event: bytes) -> bytes:
         if self._tap is not None:
             event = self._tap.take(event)
-        marked = _HANDLE_MARK in event or _ERROR_MARK in event
-        if self._last in event and (self._last != _DONE or sse.data_of(event) == _DONE):
+        handled = has_handle(event)
+        counts = self._take_usage and _USAGE_MARK in event
+        marked = handled or counts or _ERROR_MARK in event or _FAILED_MARK in event
+        if self._is_last(event):
             self.done = True
             self._complete()
-        counts = self._take_usage and _USAGE_MARK in event
-        if self._on_complete is None and not marked and not counts:
+        if self._on_complete is None and not marked:
             return event
         data = sse.data_of(event)
         if not data or data == _DONE:
@@ -90,16 +98,29 @@ class StreamRelay:
             body = jsonbytes.load(data)
         except ValueError:
             self._answer.unreadable = True
-            return sse.event_of(b"") if _HANDLE_MARK in event else event
+            return sse.event_of(b"") if handled else event
         self._note(body)
-        if counts and self._is_usage(body) and self._hide_usage:
+        if counts and self._note_usage(body) and self._hide_usage:
             return b""
-        if _HANDLE_MARK in event:
+        if handled:
             event = event_without_handle(event, data, body)
-        if isinstance(body, dict) and "error" in body:
-            clean = clean_error_event(data, self._secrets)
-            return event if clean is None else sse.event_of(clean)
+        if isinstance(body, dict) and ("error" in body or body.get("type") in _FAILED):
+            return clean_error_event(sse.data_of(event), self._secrets, self._form) or event
         return event
+
+    def _is_special(self, chunk: bytes) -> bool:
+        for mark in self._special:  # noqa: SIM110 - a generator is slower
+            if mark in chunk:
+                return True
+        return False
+
+    def _is_last(self, event: bytes) -> bool:
+        if not any(last in event for last in self._last):
+            return False
+        if self._form == "openai":
+            return sse.data_of(event) == _DONE
+        name = sse.name_of(event)
+        return any(last == name for last in self._last)
 
     def _note_later(self, events: bytes) -> None:
         self._pending.append(events)
@@ -133,8 +154,8 @@ class StreamRelay:
             self._on_complete(self._answer)
             self._on_complete = None
 
-    def _is_usage(self, body: Any) -> bool:
-        """Whether it is the event that has the counts and nothing else; they are noted."""
+    def _note_usage(self, body: Any) -> bool:
+        """Whether it is the event that has the counts and nothing else."""
         if not isinstance(body, dict) or not isinstance(body.get("usage"), dict):
             return False
         self.usage = body["usage"]
@@ -149,10 +170,20 @@ def _body(data: bytes) -> Any:
         return None
 
 
+def has_handle(raw: bytes) -> bool:
+    return any(mark in raw for mark in _HANDLE_MARKS)
+
+
+def _cut(raw: bytes) -> bytes:
+    for name in HANDLE_FIELDS:
+        raw = jsonbytes.without_member(raw, name)
+    return raw
+
+
 def event_without_handle(event: bytes, data: bytes, body: Any) -> bytes:
     """The event less its handle, ``data`` and ``body`` being what it says."""
     bare = _without_handle(body)
-    cut = jsonbytes.without_member(data, KV_TRANSFER_PARAMS)
+    cut = _cut(data)
     try:
         exact = data in event and jsonbytes.load(cut) == bare
     except ValueError:
@@ -164,7 +195,7 @@ def event_without_handle(event: bytes, data: bytes, body: Any) -> bytes:
 
 def _without_handle(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _without_handle(v) for k, v in value.items() if k != KV_TRANSFER_PARAMS}
+        return {k: _without_handle(v) for k, v in value.items() if k not in HANDLE_FIELDS}
     if isinstance(value, list):
         return [_without_handle(item) for item in value]
     return value
@@ -190,10 +221,10 @@ def relay_body(
 
 def body_without_handle(raw: bytes, body: Any) -> bytes:
     """The bytes of a whole answer less its handle; ``body`` is what they say."""
-    if _HANDLE_MARK not in raw:
+    if not has_handle(raw):
         return raw
     bare = _without_handle(body)
-    cut = jsonbytes.without_member(raw, KV_TRANSFER_PARAMS)
+    cut = _cut(raw)
     try:
         return cut if jsonbytes.load(cut) == bare else jsonbytes.dump(bare)
     except ValueError:

@@ -50,6 +50,14 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Moved prefill to decode."""
 
 
+class Tls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """PEM files."""
+
+    certificate: str
+    """The certificate and those that vouch for it."""
+    key: str
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One router process."""
 
@@ -102,6 +110,29 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_branches: Count = 4
     """Handles of one conversation that are held at once."""
     max_body_bytes: Count = 64 << 20
+
+    tls: Tls | None = None
+    api_keys_file: str | None = None
+    """One key a line; None: everybody may ask."""
+    admin_token_file: str | None = None
+    """The token of /admin; None: /admin answers on loopback alone."""
+    deployment: str = "default"
+    """Routers of one deployment share what ``state`` holds."""
+    state: str = "memory"
+    """Where handles are held: ``memory``, or the ``redis://`` URL that several routers share."""
+    drain_timeout: Seconds = 30.0
+    """How long running requests may go on after SIGTERM."""
+    client_stall_timeout: Seconds = 120.0
+    """How long a client may take nothing of an answer that waits for it."""
+    body_timeout: Seconds = 60.0
+    """How long a request's body may take to arrive."""
+    keep_alive_timeout: Seconds = 75.0
+    """How long a client's connection may stay without a whole request."""
+    max_requests: Count = 4096
+    """Requests in flight; more are answered with 503."""
+    max_header_bytes: Annotated[int, Meta(ge=256, le=1 << 20)] = 16384
+    """Of one header, and of the request line."""
+    max_headers: Annotated[int, Meta(ge=16, le=10_000)] = 128
 
     otlp_endpoint: str | None = None
     otlp_protocol: Literal["grpc", "http/protobuf"] = "grpc"
@@ -160,6 +191,8 @@ def _problems(settings: Settings) -> Iterator[str]:
     for header in (*settings.conversation_headers, settings.tenant_header):
         if header is not None and not _HEADER_NAME.fullmatch(header):
             yield f"{header!r} is not a header name"
+    if settings.state != "memory" and not settings.state.startswith(("redis://", "rediss://")):
+        yield f"state: {settings.state!r} is neither memory nor a redis:// URL"
     if settings.otlp_endpoint is not None and not _is_url(settings.otlp_endpoint):
         yield f"otlp_endpoint: {settings.otlp_endpoint!r} is not an http URL"
 

@@ -22,6 +22,7 @@ MOST_QUEUED = 8192
 """Spans that wait for the exporter; beyond it they are dropped, and counted."""
 BATCH = 512
 INTERVAL_SECONDS = 1.0
+EXPORT_SECONDS = 5
 CLOSE_SECONDS = 3.0
 
 # Source: https://www.w3.org/TR/trace-context/#traceparent-header
@@ -194,11 +195,12 @@ def _exporter(endpoint: str, protocol: str) -> Any:
             OTLPSpanExporter as GrpcExporter,
         )
 
-        return GrpcExporter(endpoint=endpoint, insecure=not endpoint.startswith("https:"))
+        secure = endpoint.startswith("https:")
+        return GrpcExporter(endpoint=endpoint, insecure=not secure, timeout=EXPORT_SECONDS)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
         OTLPSpanExporter as HttpExporter,
     )
 
     if not endpoint.rstrip("/").endswith("/v1/traces"):
         endpoint = endpoint.rstrip("/") + "/v1/traces"
-    return HttpExporter(endpoint=endpoint)
+    return HttpExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)

@@ -25,6 +25,7 @@ class Splitter:
         self._buffer = bytearray()
         self._scanned = 0
         self._max_event = max_event
+        self._after_cr = False
 
     @property
     def empty(self) -> bool:
@@ -33,12 +34,18 @@ class Splitter:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The events that ``chunk`` completes. Raises :class:`EventTooLarge`."""
-        self._buffer += chunk
         events = []
+        if self._after_cr and chunk.startswith(b"\n"):
+            # The rest of a line end that was split, and with it of the event before.
+            events.append(b"\n")
+            chunk = chunk[1:]
+        self._buffer += chunk
         start = 0
         for end in _EVENT_END.finditer(self._buffer, max(0, self._scanned - _LONGEST_END)):
             events.append(bytes(self._buffer[start : end.end()]))
             start = end.end()
+        if chunk:
+            self._after_cr = start == len(self._buffer) and self._buffer.endswith(b"\r")
         del self._buffer[:start]
         self._scanned = len(self._buffer)
         if self._scanned > self._max_event:
@@ -52,6 +59,14 @@ def data_of(event: bytes) -> bytes:
         return event[6:-2]
     lines = [line[5:] for line in _LINE_END.split(event) if line.startswith(b"data:")]
     return b"\n".join(line.removeprefix(b" ") for line in lines)
+
+
+def name_of(event: bytes) -> bytes:
+    """The event's name, its ``event:`` line; empty when it has none."""
+    for line in _LINE_END.split(event):
+        if line.startswith(b"event:"):
+            return line[6:].removeprefix(b" ")
+    return b""
 
 
 def event_of(data: bytes) -> bytes:

@@ -9,9 +9,9 @@ from aiohttp import web
 from pd_connector import telemetry
 from pd_connector.contract import Outcome
 from pd_connector.telemetry import Attribute, Span
-from pd_router.body import REQUEST_ID_HEADER, safe_request_id
 from pd_router.errors import secrets_in
 from pd_router.facts import Facts
+from pd_router.forward import engine_headers
 from pd_router.handles import Handle
 from pd_router.history import Endpoint
 from pd_router.legs import Leg
@@ -21,9 +21,6 @@ from pd_router.tokens import IdsTap
 
 Params = dict[str, Any] | None
 """``kv_transfer_params`` for decode."""
-
-# Headers that an engine may see; any other could steer it (X-data-parallel-rank).
-_FORWARDED_HEADERS = ("Authorization", REQUEST_ID_HEADER, "traceparent", "tracestate")
 
 
 class TurnState:
@@ -107,14 +104,7 @@ class TurnState:
 
     def engine_headers(self, span: int | None) -> dict[str, str]:
         """For a request to an engine under a child span of the turn's."""
-        given = self.request.headers
-        headers = {
-            name: given[name]
-            for name in _FORWARDED_HEADERS
-            if name in given
-            and given[name].isascii()
-            and (name != REQUEST_ID_HEADER or safe_request_id(given[name]))
-        }
+        headers = engine_headers(self.request.headers)
         if self.trace is not None and span is not None:
             headers["traceparent"] = self.trace.traceparent(span)
         return headers

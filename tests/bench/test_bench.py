@@ -4,6 +4,9 @@ import itertools
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from router_rig import Router
 
 from tests.cli import pdctl
+from tests.waiting import until
 
 SMALL = ("--lengths", "300,600,900", "--answer-tokens", "15", "--endpoint", "chat")
 EXPORTED = {
@@ -117,6 +121,27 @@ def test_a_run_whose_turns_fail_is_no_success(served: Router, tmp_path: Path) ->
     assert ended.code == 1
     assert "url: sweep turn 1: HTTP 502" in ended.err
     assert re.search(r"FAIL +errors +url 20.0%", ended.out)
+
+
+def test_an_interrupted_run_says_so_and_can_be_resumed(served: Router, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--client", "http", "--url", served.url, "-o", str(out), *SMALL, "--repeats", "3"]
+    served.decode[0].faults.extend([None] * (3 + 3 + 4 + 1) + ["hang"])
+    program = Path(sys.executable).with_name("pdctl")
+    bench = subprocess.Popen(
+        [program, "bench", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    until("the fifth turn", lambda: (out / "rows.jsonl").exists() and len(measured(out)) == 5)
+    bench.send_signal(signal.SIGTERM)
+    _, complaints = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert complaints.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in complaints and "destroyed" not in complaints
+    assert json.loads((out / "run.json").read_text())["state"] == "interrupted"
+    assert pdctl("report", out).code == 0
+    again = pdctl("bench", *options, "--resume")
+    assert again.code == 0, again.err
+    assert len(measured(out)) == 12
 
 
 def test_a_finished_folder_is_not_written_over(served: Router, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import statistics
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -149,6 +150,20 @@ def test_csv_and_stats_hold_every_measured_turn(tmp_path: Path) -> None:
         "input_num_tokens", "output_num_tokens", "output_num_chunks",
         "output_num_first_chunk_tokens", "approx_cached_percent", "conversation_id", "client_id",
     }  # fmt: skip
+
+
+def test_statistics_of_the_upstream_benchmark_are_read(tmp_path: Path) -> None:
+    run = MadeRun()
+    pdctl("report", run.write(tmp_path), "-o", "stats")
+    files = (tmp_path / "stats-off.json", tmp_path / "stats-on.json")
+    report = json.loads(pdctl("report", *files, "-o", "json").out)
+    assert report["verdict"] == "INVALID"
+    longest = report["by_length"][-1]["cells"]
+    expected = statistics.median(row["ttft_ms"] for row in run.of("on", turn=4))
+    assert longest["stats-on"]["ttft"]["median"] == expected
+    (tmp_path / "other.json").write_text('[{"ttft_ms": 1}]')
+    ended = pdctl("report", tmp_path / "other.json")
+    assert (ended.code, len(ended.lines)) == (2, 1)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ def test_the_threshold_is_where_reading_becomes_faster(tmp_path: Path) -> None:
     assert advice["threshold"] % 16 == 0
     assert 0 <= advice["threshold"] - even["value"] < 16
     assert advice["fit"]["compute_ms_per_1k"]["value"] == pytest.approx(500, rel=0.1)
+    signs = {tokens: saved["value"] > 0 for tokens, saved in advice["fit"]["measured"]}
+    assert signs == {79: False, 143: False, 271: True, 527: True, 1039: True}
     changed = (tmp_path / "new.yaml").read_text()
     assert "# why this value" in changed and "# stays" in changed
     assert yaml.safe_load(changed)["kv_transfer"] == {

@@ -524,3 +524,10 @@ def test_every_plugin_that_vllm_would_load_stays_loaded(tmp_path: Path) -> None:
     files = render(spec(), tmp_path)
     assert 'print(",".join(plugins()))' in files["prefill-0.sh"]
     assert "VLLM_PLUGINS" in run(tmp_path, "prefill-0.sh").env
+
+
+@pytest.mark.parametrize(("vllm", "told"), [("0.31.0", True), ("0.32.0", False)])
+def test_ranks_are_told_as_long_as_vllm_takes_them(vllm: str, told: bool, tmp_path: Path) -> None:
+    render(spec(engine={"vllm": vllm}), tmp_path)
+    kv = run(tmp_path, "prefill-0.sh").kv
+    assert ("kv_rank" in kv, "kv_parallel_size" in kv) == (told, told)

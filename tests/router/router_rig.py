@@ -135,6 +135,12 @@ class Router:
     def engines(self) -> list[FakeEngine]:
         return [*self.prefill, *self.decode]
 
+    def hang_up(self, **settings: Any) -> None:
+        """Change the config file and have it read again."""
+        config = json.loads(self.config_path.read_text()) | settings
+        self.config_path.write_text(json.dumps(config))
+        self.process.send_signal(signal.SIGHUP)
+
     def wait_released(self, turns: set[str]) -> None:
         """Wait until decode has been told to release these turns."""
 
@@ -168,11 +174,12 @@ def launch(
     prefill: list[FakeEngine],
     decode: list[FakeEngine],
     host: str = "127.0.0.1",
+    http: httpx.Client | None = None,
     prefix_caching: bool = True,
     leg_bidirectional: bool = True,
     **settings: Any,
 ) -> Router:
-    """A router process; ``settings`` are keys of its config file."""
+    """A router process; ``settings`` are keys of its config file, ``http`` talks to it."""
     port = free_port(host)
     config = {"name": "router-0", "host": host, "port": port, "route": "readback"} | settings
     for role, engines in (("prefill", prefill), ("decode", decode)):
@@ -186,7 +193,9 @@ def launch(
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
     address = f"[{host}]" if ":" in host else host
-    router = Router(process, f"http://{address}:{port}", log_path, config_path, prefill, decode)
+    scheme = "https" if settings.get("tls") else "http"
+    router = Router(process, f"{scheme}://{address}:{port}", log_path, config_path, prefill, decode)
+    router.http = http or router.http
 
     def listening() -> bool:
         assert process.poll() is None, log_path.read_text()

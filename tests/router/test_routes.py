@@ -19,7 +19,7 @@ def chosen(router: Router, route: str, reason: str) -> float:
     return router.metric("pd_router_routes_total", route=route, reason=reason)
 
 
-RATES = {"prefill": 10, "append": 10, "readback": 0.01, "handover": 0.01}
+RATES = {"prefill": 1000, "append": 1, "readback": 0.01, "handover": 0.01}
 """Milliseconds per token of engines that are slower than the fake ones."""
 
 

@@ -174,7 +174,7 @@ def test_a_body_that_is_too_large_is_a_413(router: Router, conversation: str) ->
 
 
 def test_other_paths_and_methods_are_refused_in_json(router: Router) -> None:
-    for path in ("/", "/v1/embeddings", "/v1/chat/completions/x"):
+    for path in ("/", "/v1/audio/speech", "/v1/chat/completions/x"):
         answer = router.post({}, path)
         assert (answer.status, answer.json["error"]["code"]) == (404, 404)
     refused = router.get("/v1/chat/completions")

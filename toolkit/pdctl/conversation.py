@@ -1,7 +1,9 @@
 """Holding a streamed conversation through the router, and the plain answers to compare with."""
 
 import json
+import os
 import random
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +17,9 @@ from pdctl.spec.model import Benchmark
 
 Messages = list[dict[str, str]]
 
+API_KEY_VARIABLE = "PDCTL_API_KEY"
+CA_FILE_VARIABLE = "PDCTL_CA_FILE"
+_LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 _WORDS = (
     "block cache turn token leg route agent trace span lease prompt answer history tool call "
@@ -41,8 +46,19 @@ class Turn:
 
 
 def new_client() -> httpx.Client:
-    """An HTTP client that goes straight to the legs."""
-    return httpx.Client(timeout=_TIMEOUT, trust_env=False)
+    """An HTTP client that goes straight to the legs.
+
+    Environment: ``PDCTL_API_KEY`` is sent to them, ``PDCTL_CA_FILE`` vouches for their
+    certificates. What a router on this machine shows is not checked: nothing leaves it.
+    """
+    key, authority = os.environ.get(API_KEY_VARIABLE), os.environ.get(CA_FILE_VARIABLE)
+    return httpx.Client(
+        timeout=_TIMEOUT,
+        trust_env=False,
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+        verify=ssl.create_default_context(cafile=authority) if authority else True,
+        mounts={f"https://{host}": httpx.HTTPTransport(verify=False) for host in _LOOPBACK},
+    )
 
 
 def user_text(seed: str, characters: int) -> str:

@@ -17,7 +17,7 @@ from pd_connector.telemetry import RESOURCE_DEPLOYMENT, RESOURCE_LEG
 from pdctl.spec.model import Leg as LegSpec
 from pdctl.spec.model import Observability, Role, Spec
 from pdctl.spec.units import GIB, format_number
-from pdctl.spec.versions import cross_layers
+from pdctl.spec.versions import cross_layers, has_kv_rank
 
 NONCE = "{nonce}"
 """Stands in an engine id for the part that a start fills in."""
@@ -68,12 +68,13 @@ class Leg:
     flags: tuple[Flag, ...]
     kv_config: dict[str, Any]
     config: dict[str, Any] = field(default_factory=dict)
+    tls: bool = False
 
     @property
     def url(self) -> str:
         """Base URL at which others reach it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -359,11 +360,16 @@ def _kv_config(spec: Spec, role: str, index: int, leg: LegSpec, on: bool) -> dic
         "kv_buffer_device": kv.buffer_device or spec.engine.device,
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
         "engine_id": engine_id,
-        "kv_rank": 0 if role == "prefill" else 1,
-        "kv_parallel_size": 2,
+        **_ranks(spec, role),
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": extra,
     }
+
+
+def _ranks(spec: Spec, role: str) -> dict[str, int]:
+    if not has_kv_rank(spec):
+        return {}
+    return {"kv_rank": 0 if role == "prefill" else 1, "kv_parallel_size": 2}
 
 
 def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
@@ -391,13 +397,18 @@ def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:
         env=tuple(_secret(spec, base)),
         flags=(),
         kv_config={},
-        config=_router_config(spec, engines, on),
+        config=_router_config(spec, base, engines, on),
+        tls=router.tls_certificate is not None,
     )
 
 
-def _router_config(spec: Spec, engines: tuple[Leg, ...], on: bool) -> dict[str, Any]:
+def _router_config(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> dict[str, Any]:
     """What pd_router reads; its settings.py describes the keys."""
     router, kv, seen = spec.router, spec.kv_transfer, spec.observability
+    limits = router.limits
+
+    def file(path: str | None) -> str | None:
+        return None if path is None else _path(path, base)
 
     def legs(role: str) -> dict[str, Any]:
         section: Role = getattr(spec, role)
@@ -432,6 +443,19 @@ def _router_config(spec: Spec, engines: tuple[Leg, ...], on: bool) -> dict[str, 
         "max_decode_stall_ms": router.max_decode_stall_ms,
         "rates": router.rates.model_dump(),
         "max_handles": router.max_handles,
+        "deployment": spec.name,
+        "state": router.state,
+        "api_keys_file": file(router.api_keys_file),
+        "admin_token_file": file(router.admin_token_file),
+        "tls": {"certificate": file(router.tls_certificate), "key": file(router.tls_key)}
+        if router.tls_certificate
+        else None,
+        "drain_timeout": router.drain_timeout,
+        "max_body_bytes": limits.max_body,
+        "max_header_bytes": limits.max_header,
+        "max_requests": limits.max_requests,
+        "body_timeout": limits.body_timeout,
+        "client_stall_timeout": limits.client_stall_timeout,
         "otlp_endpoint": seen.otlp_endpoint,
         "otlp_protocol": seen.otlp_protocol,
         "trace_conversation_ids": seen.conversation_ids,

@@ -77,9 +77,6 @@ def _lines() -> Iterator[str]:
     )
     yield "## Engines: vLLM's own metrics that dashboards and alerts use"
     yield ""
-    yield "To a Prometheus 2 that asks for OpenMetrics, vLLM's client library writes `vllm_` for"
-    yield "`vllm:`; the rendered scrape configuration sets it right."
-    yield ""
     yield from _table(
         ("metric", "what"), ((f"`{name}`", text) for name, text in _USED_OF_VLLM.items())
     )

@@ -31,6 +31,7 @@ CACHE_DTYPE = r"^[a-z0-9_]+$"
 PROVIDER = r"^[a-z0-9_;-]+$"
 HEADER = r"^[A-Za-z0-9-]+$"
 URL = r"^https?://[!-~]+$"
+STATE = r"^(memory|rediss?://[!-~]+)$"
 CPUS = r"^[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*$"
 FORMS = {
     NAME: "lower-case letters, digits and '-' (at most 63, no '-' first or last)",
@@ -41,6 +42,7 @@ FORMS = {
     HEADER: "a header's name (letters, digits and '-')",
     CPUS: "a list of cores such as 0-7,16-23, in quotes",
     URL: "an http:// or https:// URL",
+    STATE: "memory or a redis:// URL",
 }
 """What each pattern stands for, in messages."""
 
@@ -253,6 +255,22 @@ class Rates(Section):
     handover: Rate | None = Field(None, description="Moved prefill to decode.")
 
 
+class Limits(Section):
+    """What one client, or all together, may take of the router."""
+
+    max_body: Size = Field(64 * 2**20, description="Largest request body.")
+    max_header: Size = Field(
+        16 * 2**10, ge=256, le=2**20, description="Largest header, and largest request line."
+    )
+    max_requests: Count = Field(
+        4096, description="Requests in flight; more are answered with HTTP 503."
+    )
+    body_timeout: Duration = Field(60.0, description="How long a request's body may take.")
+    client_stall_timeout: Duration = Field(
+        120.0, description="How long a client may take nothing of an answer that waits for it."
+    )
+
+
 class Router(Section):
     host: Host = Field("127.0.0.1", description="Address to listen on.")
     port: Port = 8000
@@ -297,6 +315,31 @@ class Router(Section):
     )
     rates: Rates = Field(default_factory=Rates)
     max_handles: Count = Field(100_000, description="Most handles that are held at once.")
+    state: str = Field(
+        "memory",
+        pattern=STATE,
+        description="Where handles are held: memory, or the redis:// URL of a Redis or Valkey "
+        "that several routers share.",
+    )
+    api_keys_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File of the API keys that clients must send, one a line; read on the "
+        "router's node.",
+    )
+    admin_token_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File of the token for /admin; without it /admin answers on loopback alone.",
+    )
+    tls_certificate: str | None = Field(
+        None, min_length=1, description="PEM file of the router's certificate chain."
+    )
+    tls_key: str | None = Field(None, min_length=1, description="PEM file of its private key.")
+    drain_timeout: Duration = Field(
+        30.0, description="How long running requests may go on when the router is stopped."
+    )
+    limits: Limits = Field(default_factory=Limits)
     python: str | None = Field(
         None, min_length=1, description="Python that has pd_router; the engine's when left out."
     )

@@ -20,6 +20,7 @@ def broken_rules(spec: Spec) -> Iterator[Broken]:
     yield from _paths(spec)
     yield from _transfer(spec)
     yield from _times(spec)
+    yield from _tls(spec)
     yield from _tokens(spec)
     yield from _fabric(spec)
     yield from _stack(spec)
@@ -101,6 +102,10 @@ def _paths(spec: Spec) -> Iterator[Broken]:
         (("engine", "venv"), spec.engine.venv),
         (("engine", "python"), spec.engine.python),
         (("router", "python"), spec.router.python),
+        *(
+            (("router", key), getattr(spec.router, key))
+            for key in ("api_keys_file", "admin_token_file", "tls_certificate", "tls_key")
+        ),
         (("kv_transfer", "secret_file"), spec.kv_transfer.secret_file),
     ]
     for where, path in paths:
@@ -166,6 +171,13 @@ def _transfer(spec: Spec) -> Iterator[Broken]:
             "layout, which has not been measured; check the answers and the descriptor count",
             level="warning",
         )
+
+
+def _tls(spec: Spec) -> Iterator[Broken]:
+    given = {key: getattr(spec.router, key) for key in ("tls_certificate", "tls_key")}
+    for key, other in (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")):
+        if given[key] and not given[other]:
+            yield Broken(("router", key), f"router.{key}: needs router.{other} beside it")
 
 
 def _times(spec: Spec) -> Iterator[Broken]:

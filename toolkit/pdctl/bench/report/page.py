@@ -44,12 +44,13 @@ def as_html(result: Result) -> str:
 def _subtitle(result: Result) -> str:
     settings = result.run.settings
     about = settings.get("about") or {}
+    concurrency = settings["workload"]["load"]["concurrency"]
     told = [
         about.get("model") and f"model {about['model']}",
         about.get("device"),
         settings["workload"]["kind"],
         f"{settings.get('repeats')} repeats",
-        f"concurrency {settings['workload']['load']['concurrency']}",
+        concurrency and f"concurrency {concurrency}",
         settings.get("created"),
     ]
     return f"<p class='sub'>{escape(' · '.join(str(each) for each in told if each))}</p>"

@@ -1,0 +1,223 @@
+"""The router's choices on the real engine: whatever it does, answers are a plain request's."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_connector import contract, telemetry
+from pd_connector.contract import Outcome, Route
+from pd_connector.secret import lease_key
+from pdctl.conversation import user_text
+from pdctl.counters import router_counter
+from pdctl.plan import plan
+from pdctl.spec import load
+from tests.ports import free_ports
+from tests.waiting import until
+
+from .conftest import Deployment
+
+TOKENS = 16
+Start = Callable[..., str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def up(deployment: Deployment) -> None:
+    deployment.pdctl("up", "SPEC", "--bidir", "on")
+
+
+@pytest.fixture(scope="module")
+def start(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start one more router of the deployment, with other settings; its URL."""
+    started: list[subprocess.Popen[bytes]] = []
+    folder = tmp_path_factory.mktemp("routers")
+
+    def start_router(**settings: Any) -> str:
+        spec = load(deployment.spec_file).spec
+        config = plan(spec, deployment.folder).router.config | settings
+        config["port"] = free_ports(1)[0]
+        path = folder / f"router-{config['port']}.json"
+        path.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "pd_router", "--config", str(path)]
+        with Path(f"{path}.log").open("wb") as log:
+            started.append(
+                subprocess.Popen(
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | {contract.SECRET_FILE_VARIABLE: str(secret(deployment))},
+                )
+            )
+        url = f"http://127.0.0.1:{config['port']}"
+        until("the router listens", lambda: listens(url))
+        return url
+
+    yield start_router
+    for process in started:
+        process.terminate()
+        process.wait(30)
+
+
+def secret(deployment: Deployment) -> Path:
+    """The file of the deployment's secret, which ``pdctl up`` made."""
+    return deployment.folder / "state" / deployment.name / "secret"
+
+
+def listens(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+class Chat:
+    """A conversation whose every answer is compared with a plain request's."""
+
+    def __init__(self, deployment: Deployment, url: str, **fields: Any) -> None:
+        self.deployment, self.url, self.fields = deployment, url, fields
+        self.seed = uuid.uuid4().hex
+        self.headers: dict[str, str] = {}
+        self.messages: list[dict[str, str]] = []
+
+    def say(self, characters: int = 400, **headers: str) -> httpx.Response:
+        text = user_text(f"{self.seed}-{len(self.messages)}", characters)
+        self.messages.append({"role": "user", "content": text})
+        body = {
+            "model": "canary",
+            "messages": self.messages,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "seed": 0,
+            **self.fields,
+        }
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        answer = self.deployment.client.post(
+            f"{self.url}/v1/chat/completions", json=body, headers=self.headers | named
+        )
+        assert answer.status_code == 200, answer.text
+        said = answer.json()["choices"][0]["message"]["content"]
+        assert said == self.deployment.plain(self.messages, TOKENS)
+        self.messages.append({"role": "assistant", "content": said})
+        return answer
+
+    def copy(self) -> "Chat":
+        other = Chat(self.deployment, self.url, **self.fields)
+        other.messages = list(self.messages)
+        other.headers = dict(self.headers)
+        return other
+
+
+def outcome(answer: httpx.Response) -> str:
+    return answer.headers[contract.HEADER_REUSE]
+
+
+def read(answer: httpx.Response) -> int:
+    return int(answer.headers[contract.HEADER_TOKENS_READ])
+
+
+def test_short_turns_are_appended_and_can_be_read_back(
+    deployment: Deployment, start: Start
+) -> None:
+    chat = Chat(deployment, start(route="auto"), conversation_id=uuid.uuid4().hex)
+    assert chat.say(1500).headers[contract.HEADER_ROUTE] == Route.RECOMPUTE.value
+    for _ in range(2):
+        answer = chat.say(60)
+        assert answer.headers[contract.HEADER_ROUTE] == Route.APPEND.value
+        assert outcome(answer) == Outcome.LOCAL_HIT.value
+    pinned = chat.say(60, x_pd_route="readback")
+    assert (outcome(pinned), read(pinned) > 1500) == (Outcome.HIT.value, True)
+
+
+def test_token_ids_prove_a_history(deployment: Deployment, start: Start) -> None:
+    chat = Chat(deployment, start(reuse_proof="tokens"), conversation_id=uuid.uuid4().hex)
+    assert outcome(chat.say()) == Outcome.MISS.value
+    for _ in range(2):
+        answer = chat.say(100)
+        assert (outcome(answer), read(answer) > 400) == (Outcome.HIT.value, True)
+    chat.messages[0]["content"] = "Z" + chat.messages[0]["content"][1:]
+    assert outcome(chat.say(100)) == Outcome.HISTORY_CHANGED.value
+
+
+def test_a_truncated_history_is_read_as_far_as_it_agrees(deployment: Deployment) -> None:
+    chat = Chat(deployment, deployment.router_url, conversation_id=uuid.uuid4().hex)
+    chat.say(600)
+    held = int(chat.say(300).headers[contract.HEADER_PROMPT_TOKENS]) + TOKENS - 1
+    chat.messages = chat.messages[:2]
+    answer = chat.say(300)
+    assert outcome(answer) == Outcome.HIT.value
+    assert 600 < read(answer) < held
+
+
+def test_branches_retries_and_requests_beside_a_conversation(deployment: Deployment) -> None:
+    chat = Chat(deployment, deployment.router_url, conversation_id=uuid.uuid4().hex)
+    chat.say(600)
+    aside = chat.copy()
+    aside.messages = []
+    assert outcome(aside.say(50)) != Outcome.HIT.value
+    branches = [chat.copy() for _ in range(3)]
+    answers: list[httpx.Response] = []
+    threads = [threading.Thread(target=lambda b=b: answers.append(b.say(50))) for b in branches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # At most one had the first turn's handle; a late one may have read a finished sibling's.
+    assert len(answers) == 3
+    assert Outcome.HIT.value in map(outcome, answers)
+    assert [outcome(branch.say(50)) for branch in branches] == [Outcome.HIT.value] * 3
+
+
+def test_a_history_without_an_id_and_two_tenants_with_one(
+    deployment: Deployment, start: Start
+) -> None:
+    chat = Chat(deployment, deployment.router_url)
+    chat.say()
+    assert outcome(chat.say(50)) == Outcome.HIT.value
+    one = Chat(deployment, start(tenant_header="X-Tenant"), conversation_id="shared")
+    one.headers["X-Tenant"] = "one"
+    one.say()
+    two = one.copy()
+    two.headers["X-Tenant"] = "two"
+    assert outcome(two.say(50)) == Outcome.MISS.value
+    assert outcome(one.say(50)) == Outcome.HIT.value
+
+
+def test_a_router_that_restarts_starts_without_handles(
+    deployment: Deployment, start: Start
+) -> None:
+    conversation = uuid.uuid4().hex
+    chat = Chat(deployment, start(), conversation_id=conversation)
+    chat.say()
+    chat.url = start()
+    assert outcome(chat.say(50)) == Outcome.MISS.value
+    assert outcome(chat.say(50)) == Outcome.HIT.value
+
+
+def test_what_nobody_will_read_is_released(deployment: Deployment, start: Start) -> None:
+    url = start(max_branches=1)
+    before = pins(deployment)
+    for _ in range(3):
+        Chat(deployment, url, conversation_id="replaced").say(200)
+    dropped = telemetry.ROUTER_HANDLES_DROPPED.name
+    assert router_counter(deployment.client, url, dropped) == 2
+    until("decode has let go of two", lambda: pins(deployment) <= before + 1)
+
+
+def pins(deployment: Deployment) -> int:
+    """Finished turns that decode keeps."""
+    key = lease_key(secret(deployment).read_bytes().strip())
+    leases = deployment.client.get(
+        f"{deployment.decode_url}{contract.ENGINE_LEASES_PATH}",
+        headers={contract.LEASE_KEY_HEADER: key},
+    )
+    assert leases.status_code == 200, leases.text
+    kept: int = leases.json()["pins"]
+    return kept
