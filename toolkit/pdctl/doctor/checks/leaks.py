@@ -27,7 +27,7 @@ DEFERRED_LINE = Pattern(
     ("Deferred:",),
     r"Running: (?P<running>\d+) reqs.{0,400}Deferred: (?P<deferred>[1-9]\d*) reqs",
 )
-IDLE_LINE = Pattern(
+LOAD_LINE = Pattern(
     "engine-load",
     ("KV cache usage:",),
     r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,300})?Running: (?P<running>\d+) reqs"
@@ -71,7 +71,7 @@ def _seconds(first: str | None, last: str | None) -> int:
 
 def _idle_lines(leg: LegEvidence) -> tuple[float, int, tuple[Excerpt, ...]] | None:
     """The least KV usage that the log shows at its end with nothing to do, and for how long."""
-    hits = leg.hits.get(IDLE_LINE.name)
+    hits = leg.hits.get(LOAD_LINE.name)
     idle: list[Hit] = []
     for hit in reversed(hits.last if hits else []):
         if hit.groups["running"] != "0" or hit.groups["waiting"] != "0":
@@ -257,7 +257,7 @@ CHECKS = (
         "idle-but-full",
         _idle_but_full,
         needs=("log|metrics",),
-        patterns=(IDLE_LINE, *LOG_SETTINGS),
+        patterns=(LOAD_LINE, *LOG_SETTINGS),
     ),
     Check(
         "PD5007",

@@ -42,8 +42,9 @@ SKIPPED_PREFILL = Pattern(
 RESULT_MISSING = Pattern(
     "prefill-result-missing",
     ("prefill_result", "kv_transfer_params"),
-    r"(?i)missing the prefill_result|\b(?:no|missing|without|empty|did not return|lacks?)\b[\w ]*"
-    r"\bkv_transfer_params|kv_transfer_params (?:(?:is|was|are) (?:missing|none|null|empty|absent)"
+    r"(?i)missing the prefill_result"
+    r"|\b(?:no|missing|without|empty|did not return|lacks?)\b[\w '\"`]{0,80}\bkv_transfer_params"
+    r"|kv_transfer_params (?:(?:is|was|are) (?:missing|none|null|empty|absent)"
     r"|missing|absent|not (?:found|present))",
 )
 STATISTICS = Pattern(
@@ -221,7 +222,7 @@ def _no_external_hits(evidence: Evidence) -> Iterator[Answer]:
             for hit in (hits.last if hits else [])
             if float(hit.groups["prompt"]) > 100 and float(hit.groups["local"]) < 20
         ]
-        if len(busy) >= 3 and all(float(hit.groups["external"]) == 0 for hit in busy):
+        if len(busy) >= 2 and all(float(hit.groups["external"]) == 0 for hit in busy):
             yield Finding(
                 leg.name,
                 "likely",
