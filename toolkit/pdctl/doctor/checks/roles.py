@@ -162,7 +162,7 @@ def _roles(evidence: Evidence) -> Iterator[Answer]:
                 each.leg,
                 "certain",
                 (each.excerpt,),
-                f"The {each.role} leg runs as {value}.",
+                f"The {each.role} leg runs as {value}: the other leg's part in transfers.",
                 f"Set kv_role to {meant[each.role]} on {each.role} (pdctl render does).",
             )
 

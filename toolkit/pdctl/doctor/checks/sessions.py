@@ -25,7 +25,20 @@ SESSION = Pattern(
 )
 NO_KEY = Pattern(
     "session-key-not-found",
-    ("ession", "onversation", "hash key", "hash_key"),
+    (
+        "ession key",
+        "ession id",
+        "ession header",
+        "onversation id",
+        "onversation header",
+        "ession_id not",
+        "ession_id missing",
+        "ession-id not",
+        "ession-id missing",
+        "onversation_id not",
+        "onversation_id missing",
+        "ash key",
+    ),
     r"(?i)\b(?:session|conversation|hash)[ _-](?:key|id|header)\b.{0,60}\b(?:not found|missing"
     r"|absent|not present|not provided)\b"
     r"|\bno (?:session|conversation|hash)[ _-](?:key|id|header)\b(?!s? (?:configured|needed))",
