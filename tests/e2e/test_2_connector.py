@@ -111,7 +111,9 @@ def test_two_answers_to_one_prompt_read_prefills_blocks_once(deployment: Deploym
     prompt = user_text("two answers", 300)
     handle = legs.params_of(completion(deployment, deployment.prefill_url, prompt, 1, legs.ASK))
     before = refused(deployment, "used", deployment.decode_url)
-    both = completion(deployment, deployment.decode_url, prompt, 16, handle, n=2)
+    both = completion(
+        deployment, deployment.decode_url, prompt, 16, handle, n=2, temperature=1, top_k=1
+    )
     assert both.status_code == 200
     expected = plain(deployment, prompt)
     assert [choice["text"] for choice in both.json()["choices"]] == [expected, expected]
