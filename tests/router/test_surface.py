@@ -219,6 +219,14 @@ def test_metrics_carry_the_names_of_telemetry(router: Router, conversation: str)
     assert router.metric(telemetry.ROUTER_REQUESTS.name, path="/v1/chat/completions") > 0
 
 
+def test_counters_are_there_before_the_first_turn(start_router: StartRouter) -> None:
+    text = start_router(prefills=2).get("/metrics").text
+    for name in ("prefill-0", "prefill-1"):
+        assert f'pd_router_handles_sent_total{{leg="{name}"}} 0.0' in text
+    assert 'pd_router_handles_dropped_total{reason="leg_restarted"} 0.0' in text
+    assert "pd_router_handles_stored_total 0.0" in text
+
+
 def test_a_turn_is_one_line_of_the_log(start_router: StartRouter) -> None:
     router = start_router()
     chat = Chat(router, "a-secret-name", key="Bearer secret-key")
