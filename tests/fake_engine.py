@@ -11,6 +11,7 @@ Run one by hand: ``python tests/fake_engine.py --role decode --port 8200``.
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -94,13 +95,19 @@ class Script:
 class FakeEngine:
     """One engine on a thread of its own. Attributes are settings; tests change them."""
 
-    def __init__(self, role: str, *, ttl: float = 480, margin: float = 5) -> None:
+    def __init__(
+        self, role: str, *, ttl: float = 480, margin: float = 5, stock: bool = False
+    ) -> None:
         self.role = role
-        self.ttl = ttl
+        self._ttl = ttl
         self._margin = margin
+        self._stock = stock
         self.port = 0
         self.host = "127.0.0.1"
         self.engine_id = ""
+        self.ranks = 1
+        """Data-parallel ranks: requests go to them in turn, each with an engine id of its own."""
+        self._turns = itertools.count()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: web.AppRunner | None = None
@@ -109,7 +116,8 @@ class FakeEngine:
 
     def reset(self) -> None:
         """Default behaviour, empty records; blocks stay."""
-        self.stock = False
+        self.ttl = self._ttl
+        self.stock = self._stock
         self.report_usage_details = True
         self.bidirectional = True
         self.omit_handles = False
@@ -128,11 +136,12 @@ class FakeEngine:
         self.aborted = 0
         self.reads = 0
         self.healthy = True
-        self.leases = True
+        self.leases = not self._stock
         self.tokenizer = True
         self.lease_posts = 0
         self.looked_at = 0
         self.reads_fail = False
+        self.says_ids: list[int] | None = None
         self.released_turns: list[str] = []
         self.tokenized: list[dict[str, Any]] = []
         self.cached: list[str] = []
@@ -214,6 +223,11 @@ class FakeEngine:
         if self._thread:
             self._thread.join(10)
         self._loop = None
+
+    def _rank_ids(self) -> list[str]:
+        if self.ranks == 1:
+            return [self.engine_id]
+        return [f"{self.engine_id}_dp{rank}" for rank in range(self.ranks)]
 
     @property
     def url(self) -> str:
@@ -313,7 +327,9 @@ class FakeEngine:
         assert self._session is not None
         if self.reads_fail and self.role == "prefill":
             raise EngineFailure("KV load failure")
-        url = f"http://{params['remote_host']}:{params['remote_port']}/fake/read"
+        host = params["remote_host"]
+        address = f"[{host}]" if ":" in host else host
+        url = f"http://{address}:{params['remote_port']}/fake/read"
         try:
             async with self._session.post(url, json=params) as answer:
                 if answer.status != 200:
@@ -327,7 +343,7 @@ class FakeEngine:
         params = await request.json()
         blocks = self.blocks.get(params["remote_request_id"])
         wrong = None
-        if params["remote_engine_id"] != self.engine_id:
+        if params["remote_engine_id"] not in self._rank_ids():
             return web.Response(status=409)  # A real handshake refuses this too.
         if blocks is None:
             wrong = "unknown handle"
@@ -397,7 +413,7 @@ class FakeEngine:
             "do_remote_prefill": prefill,
             "do_remote_decode": not prefill,
             "remote_block_ids": [list(range(1, 2 + len(tokens) // BLOCK))],
-            "remote_engine_id": self.engine_id,
+            "remote_engine_id": self._rank_ids()[next(self._turns) % self.ranks],
             "remote_request_id": f"chatcmpl-{uuid.uuid4().hex}",
             "remote_host": self.host,
             "remote_port": self.port,
@@ -634,7 +650,7 @@ def whole_answer(
         "kv_transfer_params": params,
     }
     if chat and body.get("return_token_ids"):
-        answer["prompt_token_ids"] = [*map(ord, render(body))]
+        answer["prompt_token_ids"] = engine.says_ids or [*map(ord, render(body))]
     return answer
 
 
@@ -757,8 +773,7 @@ def main() -> None:
     parser.add_argument("--ttl", type=float, default=480)
     parser.add_argument("--stock", action="store_true", help="no pd_connector")
     args = parser.parse_args()
-    engine = FakeEngine(args.role, ttl=args.ttl)
-    engine.stock = args.stock
+    engine = FakeEngine(args.role, ttl=args.ttl, stock=args.stock)
     engine.start(args.port)
     try:
         threading.Event().wait()

@@ -1,10 +1,9 @@
 """What breaks while blocks are kept or read, on real engines: nothing hangs, no token is wrong,
 and the KV caches are back at their idle level within the lease. Exits 1 when one of it is not so.
 
-READs go over TCP (UCX_TLS), so that they take time and need both sides; several large ones run at
-once, so that what is done to them meets them under way.
+READs go over TCP (UCX_TLS), so that they need both sides: with decode stopped they stay under way.
 
-usage: python benchmarks/connector/crashes.py [--turns N] [--characters N]
+usage: python benchmarks/connector/crashes.py [--turns N] [--characters N] [--only CASE ...]
 """
 
 import argparse
@@ -92,20 +91,28 @@ class Crashes:
         body: dict[str, Any] = answer.json()
         return body
 
-    async def under_way(self) -> list[str]:
-        """Turns that are read now, once there are any."""
+    async def frozen_amid_a_read(self, case: Case) -> list[str]:
+        """The turns that are read now. Decode stands still, so that they stay unread: over TCP
+        its side must answer."""
+        ids: list[str] = []
         end = time.monotonic() + 30
-        while time.monotonic() < end:
-            if ids := [turn["id"] for turn in (await self.leases())["turns"] if turn["reading"]]:
-                return ids
-        return []
+        while not ids and time.monotonic() < end:
+            ids = [turn["id"] for turn in (await self.leases())["turns"] if turn["reading"]]
+        self.blow("decode-0", signal.SIGSTOP)
+        await asyncio.sleep(1)
+        seen = await metrics(self.client, self.engines.prefill)
+        waiting = int(seen("vllm:num_requests_waiting_by_reason", reason="deferred"))
+        case.met = f"{waiting} reads under way"
+        if not waiting:
+            case.faults.append("no read was under way")
+        return ids
 
     def blow(self, leg: str, number: int) -> None:
         os.killpg(self.leaders[leg], number)
 
     async def healed(self, leg: str) -> None:
         done = await asyncio.to_thread(
-            self.engines.pdctl, "up", str(self.engines.spec), "--timeout", "240"
+            self.engines.pdctl, "up", str(self.engines.spec), "--skip-checks", "--timeout", "400"
         )
         if done.returncode:
             raise SystemExit(f"{leg} did not start again:\n{done.stderr}")
@@ -127,16 +134,53 @@ class Crashes:
         self.cases.append(case)
         print(row(case), flush=True)
 
-    async def prefill_dies_during_reads(self) -> None:
-        case = Case("kill -9 prefill during reads")
+    async def start(self, name: str, broken: bool = False) -> tuple[Case, list[Any], list[str]]:
+        """Reads that have started, and decode frozen amid one of them."""
+        case = Case(name)
         turns = await self.kept()
-        reads = [asyncio.create_task(self.read(case, turn, may_break=True)) for turn in turns]
-        await self.under_way()
+        reads = [asyncio.create_task(self.read(case, turn, broken)) for turn in turns]
+        return case, reads, await self.frozen_amid_a_read(case)
+
+    async def a_turn_is_released_during_its_read(self) -> None:
+        case, reads, ids = await self.start("release during a read")
+        release = asyncio.create_task(self.leases(release=ids))
+        await asyncio.sleep(0.5)
+        self.blow("decode-0", signal.SIGCONT)
+        answer = await release
+        told = ("reading", "released", "unknown")
+        case.met += ", told " + ", ".join(f"{len(answer[t])} {t}" for t in told if answer[t])
+        await asyncio.gather(*reads)
+        await self.end(case, self.engines.decode)
+
+    async def a_turn_expires_during_its_read(self) -> None:
+        case = Case("expiry during a read")
+        turns = await self.kept()
+        left = min(turn["seconds_left"] for turn in (await self.leases())["turns"])
+        await asyncio.sleep(max(0.0, left - contract.READ_MARGIN_SECONDS - 3))
+        left = min(turn["seconds_left"] for turn in (await self.leases())["turns"])
+        reads = [asyncio.create_task(self.read(case, turn)) for turn in turns]
+        await self.frozen_amid_a_read(case)
+        await asyncio.sleep(left + 2)
+        self.blow("decode-0", signal.SIGCONT)
+        case.met += f", for {left + 3:.0f} s with {left:.0f} s left"
+        await asyncio.gather(*reads)
+        await self.end(case, self.engines.decode)
+
+    async def a_read_outlasts_its_claim(self) -> None:
+        """Decode may free and reuse the blocks: what was read must not count."""
+        case, reads, _ = await self.start("a read outlasts its claim")
+        await asyncio.sleep(CLAIM_SECONDS + 1)
+        self.blow("decode-0", signal.SIGCONT)
+        case.met += f", for {CLAIM_SECONDS + 2:.0f} s"
+        await asyncio.gather(*reads)
+        if "hit" in case.outcomes and "expired" not in case.outcomes:
+            case.faults.append("a read that was too late was taken")
+        await self.end(case, self.engines.decode)
+
+    async def prefill_dies_during_reads(self) -> None:
+        case, reads, _ = await self.start("kill -9 prefill during a read", broken=True)
         self.blow("prefill-0", signal.SIGKILL)
-        still = sum(turn["reading"] for turn in (await self.leases())["turns"])
-        case.met = f"{still} reads under way"
-        if not still:
-            case.faults.append("no read was under way")
+        self.blow("decode-0", signal.SIGCONT)
         await asyncio.gather(*reads)
         # Decode goes on.
         again = await complete(self.client, self.engines.decode, "still there", TOKENS)
@@ -145,83 +189,33 @@ class Crashes:
         await self.healed("prefill-0")
 
     async def decode_dies_during_reads(self) -> None:
-        case = Case("kill -9 decode during reads")
-        turns, later = await self.kept(), await self.kept()
-        reads = [asyncio.create_task(self.read(case, turn)) for turn in turns]
-        met = await self.under_way()
+        later = await self.kept()
+        case, reads, _ = await self.start("kill -9 decode during a read")
         self.blow("decode-0", signal.SIGKILL)
-        case.met = f"{len(met)} reads under way"
-        if not met:
-            case.faults.append("no read was under way")
         await asyncio.gather(*reads)
-        await self.end(case, self.engines.prefill)
+        self.cases.append(case)
+        print(row(case), flush=True)
 
         case = Case("kill -9 decode between turns", met=f"{len(later)} handles")
         await asyncio.gather(*(self.read(case, turn) for turn in later))
         await self.end(case, self.engines.prefill)
         await self.healed("decode-0")
 
-    async def a_turn_expires_during_its_read(self) -> None:
-        case = Case("expiry during a read")
-        turns = await self.kept()
-        first = (await self.leases())["turns"]
-        wait = min(turn["seconds_left"] for turn in first) - contract.READ_MARGIN_SECONDS - 4
-        await asyncio.sleep(max(0.0, wait))
-        reads = [asyncio.create_task(self.read(case, turn)) for turn in turns]
-        met = await self.under_way()
-        self.blow("prefill-0", signal.SIGSTOP)
-        await asyncio.sleep(14)
-        late = [t for t in (await self.leases())["turns"] if t["reading"] and t["age"] > TTL]
-        self.blow("prefill-0", signal.SIGCONT)
-        case.met = f"{len(late)} reads outlived their turn's deadline"
-        if not met or not late:
-            case.faults.append("no read outlived a deadline")
-        await asyncio.gather(*reads)
-        await self.end(case, self.engines.prefill, self.engines.decode)
-
-    async def a_reader_sleeps_past_its_claim(self) -> None:
-        """Its blocks are freed and written over: what it reads then must not count."""
-        case = Case("a reader stands still past its claim")
-        turns = await self.kept()
-        reads = [asyncio.create_task(self.read(case, turn)) for turn in turns]
-        met = await self.under_way()
-        self.blow("prefill-0", signal.SIGSTOP)
-        await asyncio.sleep(CLAIM_SECONDS + 1)
-        freed = (await self.leases(release=met))["released"]
-        for number in range(4):
-            prompt = text_of(("over", number, time.time()), self.characters)
-            await complete(self.client, self.engines.decode, prompt, 1)
-        self.blow("prefill-0", signal.SIGCONT)
-        case.met = f"{len(freed)} of {len(met)} turns freed under a reader"
-        if not freed:
-            case.faults.append("no turn was freed under a reader")
-        await asyncio.gather(*reads)
-        await self.end(case, self.engines.prefill, self.engines.decode)
-
-    async def a_turn_is_released_during_its_read(self) -> None:
-        case = Case("release during a read")
-        turns = await self.kept()
-        reads = [asyncio.create_task(self.read(case, turn)) for turn in turns]
-        await self.under_way()
-        ids = [handle[contract.REMOTE_REQUEST_ID] for _, handle, _ in turns]
-        answer = await self.leases(release=ids)
-        case.met = f"{len(answer['reading'])} read, {len(answer['released'])} released"
-        if not answer["reading"]:
-            case.faults.append("no read was under way")
-        await asyncio.gather(*reads)
-        await self.end(case, self.engines.prefill, self.engines.decode)
-
-    async def run(self) -> list[Case]:
+    async def run(self, only: list[str]) -> list[Case]:
         print(HEADER, flush=True)
-        await self.a_turn_is_released_during_its_read()
-        await self.a_turn_expires_during_its_read()
-        await self.a_reader_sleeps_past_its_claim()
-        await self.prefill_dies_during_reads()
-        await self.decode_dies_during_reads()
+        for name in only or SCENARIOS:
+            await SCENARIOS[name](self)
         await self.client.aclose()
         return self.cases
 
 
+SCENARIOS = {
+    "release": Crashes.a_turn_is_released_during_its_read,
+    "expiry": Crashes.a_turn_expires_during_its_read,
+    "late": Crashes.a_read_outlasts_its_claim,
+    "prefill": Crashes.prefill_dies_during_reads,
+    "decode": Crashes.decode_dies_during_reads,
+}
 HEADER = "what                                  answers  wrong  slowest  idle after  met"
 
 
@@ -237,8 +231,9 @@ def row(case: Case) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=6, help="turns read at once")
-    parser.add_argument("--characters", type=int, default=3000, help="of a turn's prompt")
+    parser.add_argument("--turns", type=int, default=3, help="turns read at once")
+    parser.add_argument("--characters", type=int, default=2400, help="of a turn's prompt")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=[], help="of the cases")
     options = parser.parse_args()
     changes: dict[str, dict[str, Any]] = {
         "kv_transfer": {"decode_ttl": f"{TTL}s"},
@@ -247,7 +242,7 @@ def main() -> int:
         "engine": {"extra_args": {"decode": ["--num-gpu-blocks-override", "320"]}},
     }
     with pair(changes) as engines:
-        cases = asyncio.run(Crashes(engines, options.turns, options.characters).run())
+        cases = asyncio.run(Crashes(engines, options.turns, options.characters).run(options.only))
     return int(any(case.faults for case in cases))
 
 

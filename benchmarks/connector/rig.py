@@ -3,8 +3,10 @@ examples/laptop.yaml and driven without a router."""
 
 import asyncio
 import contextlib
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,8 +67,9 @@ class Pair:
 
 
 @contextlib.contextmanager
-def pair(changes: Mapping[str, Mapping[str, Any]], seconds: int = 300) -> Iterator[Pair]:
+def pair(changes: Mapping[str, Mapping[str, Any]], seconds: int = 400) -> Iterator[Pair]:
     """Both legs, healthy; ``changes`` to the example's spec by section. Stopped at the end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     folder = Path(tempfile.mkdtemp(prefix="pdctl-bench-"))
     prefill, decode, router, side_p, side_d = free_ports(5)
     spec = yaml.safe_load((ROOT / "examples/laptop.yaml").read_text())
@@ -83,7 +86,7 @@ def pair(changes: Mapping[str, Mapping[str, Any]], seconds: int = 300) -> Iterat
     urls = (f"http://127.0.0.1:{prefill}", f"http://127.0.0.1:{decode}")
     made = Pair(spec["name"], *urls, file, folder / "state")
     try:
-        started = made.pdctl("up", str(file), "--timeout", str(seconds))
+        started = made.pdctl("up", str(file), "--skip-checks", "--timeout", str(seconds))
         if started.returncode:
             raise SystemExit(f"the legs did not start:\n{started.stderr}")
         yield made
@@ -93,8 +96,6 @@ def pair(changes: Mapping[str, Mapping[str, Any]], seconds: int = 300) -> Iterat
 
 
 def _pdctl(state: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    import os  # noqa: PLC0415
-
     return subprocess.run(
         [str(PDCTL), *words],
         capture_output=True,

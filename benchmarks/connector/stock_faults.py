@@ -7,7 +7,10 @@ Starts a deployment of its own on two cores and breaks it on purpose: about 7 mi
 """
 
 import argparse
+import contextlib
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +29,10 @@ from pdctl.conversation import user_text
 
 BPE = CANARY.with_name("canary-bpe")
 DECODE_TTL = 20
-HANGS = 15.0
+HANGS = 30.0
 """Seconds without an answer that count as hanging: a turn takes one or two."""
+FIRST = 240.0
+"""Seconds for the first turn of a start."""
 
 Fault = Callable[[Deployment], str]
 Row = tuple[str, Fault] | tuple[str, Fault, str]
@@ -62,11 +67,18 @@ def run(deployment: Deployment, connector: str, wanted: list[int]) -> None:
     kv |= {"connector": connector, "decode_ttl": f"{DECODE_TTL}s"}
     deployment.spec["router"]["handle_ttl"] = f"{DECODE_TTL - 1}s"
     for number, (changes, faults) in enumerate(STAGES, 1):
-        kv |= {key: value for key, value in changes.items() if key in kv}
+        if number not in wanted:
+            continue
         deployment.spec["model"]["id"] = changes.get("model", str(CANARY))
         deployment.write()
-        for name, fault, *needs in faults if number in wanted else ():
-            up(deployment, changes.get("prefill_bidir", "on"), needs or ["prefill", "decode"])
+        stop_changed()
+        shutil.rmtree(deployment.folder / "changed", ignore_errors=True)
+        deployment.pdctl("up", "SPEC", "--bidir", "on")
+        if leg := changes.get("leg"):
+            start_changed(deployment, leg, changes["script"])
+        warm_up(deployment)
+        for name, fault, *needs in faults:
+            heal(deployment, needs or ["prefill", "decode"])
             begin = time.monotonic()
             try:
                 seen = fault(deployment)
@@ -76,44 +88,65 @@ def run(deployment: Deployment, connector: str, wanted: list[int]) -> None:
             print(f"{connector:<6} {name:<58} {seen}  [{took:.0f} s]", flush=True)
 
 
-OFF: list[subprocess.Popen[bytes]] = []
-SPECS: list[str] = []
+def warm_up(deployment: Deployment) -> None:
+    """First prompts and the handshakes of both directions take longer than any hang."""
+    deployment.client.timeout = httpx.Timeout(FIRST)
+    history = user_text(f"warm {time.monotonic()}", 300)
+    with contextlib.suppress(KeyError, AssertionError):
+        answer, _, handle = legs.turn(deployment, history)
+        if not CHANGED:
+            legs.turn(deployment, history + answer + " go on", handle)
+    deployment.client.timeout = httpx.Timeout(HANGS)
 
 
-def up(deployment: Deployment, prefill_bidir: str, needs: list[str]) -> None:
-    """The engines that are needed as the spec says; prefill perhaps with another flag."""
-    if OFF:
-        return
-    spec = deployment.spec_file.read_text()
-    broken = [n for n in needs if not healthy(deployment, getattr(deployment, f"{n}_url"))]
-    if [spec] == SPECS and not broken:
-        return
-    if [spec] == SPECS:
-        # What was broken may look healthy to pdctl; what another fault needs may be broken too.
-        for leg in deployment.status().values():
-            if leg["name"] != "router-0" and leg["pid"] and not healthy(deployment, leg["url"]):
-                os.killpg(leg["pid"], signal.SIGKILL)
+CHANGED: list[subprocess.Popen[bytes]] = []
+"""A leg that runs a changed script, which pdctl would not start."""
+
+
+def start_changed(deployment: Deployment, leg: str, changes: dict[str, str]) -> None:
+    """Put a leg with a changed start script in the place of pdctl's."""
+    folder = deployment.folder / "changed"
+    if not folder.is_dir():
+        deployment.pdctl("render", "SPEC", "--bidir", "on", "-o", str(folder))
+        script = folder / f"{leg}-0.sh"
+        text = script.read_text()
+        for pattern, new in changes.items():
+            text = re.sub(pattern, new, text)
+        script.write_text(text)
+        os.killpg(deployment.status()[f"{leg}-0"]["pid"], signal.SIGKILL)
         time.sleep(1)
-    SPECS[:] = [spec]
-    deployment.pdctl("up", "SPEC", "--bidir", "on")
-    if prefill_bidir == "on":
-        return
-    with tempfile.TemporaryDirectory() as scripts:
-        deployment.pdctl("render", "SPEC", "--bidir", "off", "-o", scripts)
-        os.killpg(deployment.status()["prefill-0"]["pid"], signal.SIGKILL)
-        time.sleep(1)
-        log = (deployment.folder / "prefill-off.log").open("wb")
-        # Stays as long as the deployment; its engine ends with the group.
-        OFF.append(
-            subprocess.Popen(
-                ["bash", f"{scripts}/prefill-0.sh"],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    secret = deployment.folder / "state" / deployment.name / "secret"
+    CHANGED.append(
+        subprocess.Popen(
+            ["bash", str(folder / f"{leg}-0.sh")],
+            stdout=(deployment.folder / "changed.log").open("ab"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {contract.SECRET_FILE_VARIABLE: str(secret)},
         )
-        while not healthy(deployment, deployment.prefill_url):
-            time.sleep(1)
+    )
+    while not healthy(deployment, getattr(deployment, f"{leg}_url")):
+        time.sleep(1)
+
+
+def stop_changed() -> None:
+    for process in CHANGED:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    CHANGED.clear()
+
+
+def heal(deployment: Deployment, needs: list[str]) -> None:
+    """Restart the engines that an earlier fault broke, when a needed one is among them."""
+    if CHANGED or all(healthy(deployment, getattr(deployment, f"{leg}_url")) for leg in needs):
+        return
+    for leg in deployment.status().values():
+        # What is broken may look healthy to pdctl.
+        if leg["name"] != "router-0" and leg["pid"] and not healthy(deployment, leg["url"]):
+            os.killpg(leg["pid"], signal.SIGKILL)
+    time.sleep(1)
+    deployment.pdctl("up", "SPEC", "--bidir", "on")
 
 
 def healthy(deployment: Deployment, url: str) -> bool:
@@ -291,13 +324,10 @@ def refused_for_another_reason(deployment: Deployment) -> str:
 
 def same_engine_id_again(deployment: Deployment) -> str:
     """Decode restarts under the engine id that prefill knows."""
-    legs.turn(deployment, user_text("before", 300))
-    finished(deployment, "known")
-    os.killpg(deployment.status()["decode-0"]["pid"], signal.SIGKILL)
-    time.sleep(1)
-    deployment.pdctl("up", "SPEC", "--bidir", "on")
-    prompt, handle = finished_alone(deployment)
-    return with_handle(deployment, prompt, handle)
+    with_handle(deployment, *finished(deployment, "before"))
+    stop_changed()
+    start_changed(deployment, "decode", {})
+    return with_handle(deployment, *finished_alone(deployment))
 
 
 def finished_alone(deployment: Deployment) -> tuple[str, dict[str, Any]]:
@@ -340,29 +370,27 @@ STAGES: list[tuple[dict[str, Any], list[Row]]] = [
         ],
     ),
     (
-        {"load_failure_policy": "recompute"},
+        {"leg": "prefill", "script": {'_policy":"fail"': '_policy":"recompute"'}},
         [("expired handle, policy recompute", expired_handle)],
     ),
     (
-        {"engine_id": "{deployment}-{leg}", "load_failure_policy": "auto"},
+        {"leg": "decode", "script": {r"(?m)^nonce=.*$": "nonce=0123456789ab"}},
         [("decode restarted under its old engine id", same_engine_id_again)],
     ),
     (
-        {"engine_id": "{deployment}-{leg}-{nonce}", "model": str(BPE)},
+        {"model": str(BPE)},
         [("honest second turn, BPE tokenizer", honest_with_bpe)],
     ),
     (
-        {"prefill_bidir": "off"},
-        [
-            ("handle to a prefill with bidirectional off", handle_to_the_unwilling),
-        ],
+        {"leg": "prefill", "script": {'_kv_xfer":true': '_kv_xfer":false'}},
+        [("handle to a prefill with bidirectional off", handle_to_the_unwilling)],
     ),
 ]
+"""What is changed for them, and the faults in their order."""
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
     finally:
-        for process in OFF:
-            os.killpg(process.pid, signal.SIGKILL)
+        stop_changed()

@@ -1,8 +1,10 @@
 """A real prefill/decode pair broken on purpose, one fault after the other: what pdctl doctor finds.
 
-usage: python benchmarks/doctor/live_faults.py [STAGE ...] [--keep FOLDER]
+usage: python benchmarks/doctor/live_faults.py [STAGE ...] [--keep FOLDER] [--mpich WHEEL]
 
-Stages: sides, decode, prefill, failing, libfabric. Every row is one fault: what doctor found first,
+Stages: sides, decode, prefill, failing, libfabric, fallback. The last one needs a libfabric 2.x,
+which is in PyPI's mpich wheel (`pip download --no-deps mpich==5.0.2`), libhwloc15 and a C compiler.
+Every row is one fault: what doctor found first,
 the rest, seconds. Exits 1 when a fault is not the first finding, a healthy deployment has an error
 or a warning, the live and the collected answer differ, or doctor takes 10 s.
 """
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +34,7 @@ from tests.doctor.faulty import (
     with_transfer,
 )
 
+from pdctl.cli.common import interrupt_on_hangup
 from pdctl.plan import Leg
 
 LIMIT_SECONDS = 10.0
@@ -40,7 +44,9 @@ P, D, R = "prefill-0", "decode-0", "router-0"
 class Table:
     """Rows as they come, and what was not as it should be."""
 
-    def __init__(self, keep: Path | None) -> None:
+    def __init__(self, keep: Path | None, wheel: Path | None, fake: bool) -> None:
+        self.fake = fake
+        self.wheel = wheel
         self.failed: list[str] = []
         self._keep = keep
 
@@ -90,9 +96,9 @@ class Table:
 
 
 @contextmanager
-def deployment(changes: dict[str, object] | None = None) -> Iterator[Faulty]:
+def deployment(table: Table, changes: dict[str, object] | None = None) -> Iterator[Faulty]:
     with tempfile.TemporaryDirectory(prefix="doctor-live-") as folder:
-        place = Faulty(Path(folder), changes)
+        place = Faulty(Path(folder), changes, table.fake)
         try:
             yield place
         finally:
@@ -116,16 +122,17 @@ def pair(place: Faulty, prefill: Leg, decode: Leg) -> None:
 
 def sides(table: Table) -> None:
     """Healthy, the four combinations of bidirectional, and what only needs other traffic."""
-    with deployment({"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
+    with deployment(table, {"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
         timed("start", lambda: pair(place, place.leg(P), place.leg(D)))
         place.start(place.leg(R))
         table.row("healthy, just started", place)
         place.turns(3, None)
-        table.row("no conversation id", place, "PD5501")
+        # The router finds the turn before by its content: nothing is wrong.
+        table.row("healthy, no conversation id", place)
         place.start(place.leg(R))
         place.turns(4)
         table.row("healthy, after turns (on/on)", place)
-        place.start(with_router(place.leg(R), handle_ttl=900.0))
+        place.start(with_router(place.leg(R), handle_ttl=900.0, decode_ttl=1000.0))
         table.row("router TTL above decode's", place, "PD4003")
         place.start(place.leg(R))
         timed("decode off", lambda: place.start(place.leg(D, False)))
@@ -148,17 +155,30 @@ def sides(table: Table) -> None:
 
 def decode(table: Table) -> None:
     """Faults of the decode leg beside a good prefill leg."""
-    with deployment({"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
+    with deployment(table, {"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
         timed(
             "start",
             lambda: pair(place, place.leg(P), with_transfer(place.leg(D), decoder_kv_blocks_ttl=2)),
         )
         place.start(place.leg(R))
         table.row("decode TTL of 2 s", place, "PD4060")
+        timed(
+            "telemetry off",
+            lambda: place.start(with_env(place.leg(D), NIXL_TELEMETRY_ENABLE="n")),
+        )
+        table.row("NIXL telemetry off", place, "PD7502")
         timed("plugin missing", lambda: place.start(with_env(place.leg(D), VLLM_PLUGINS="none")))
         table.row("plugin missing", place, "PD6003")
         place.turns(3)
         table.row("plugin missing, after turns", place, "PD6003")
+        fixed = with_config(place.leg(D), engine_id="decode-engine-001")
+        timed("fixed id", lambda: place.start(fixed))
+        place.start(place.leg(R))
+        place.turns(2)
+        timed("restart under the same id", lambda: place.start(fixed))
+        table.row("D restarted under the same id", place, "PD8501")
+        place.turns(2)
+        table.row("D restarted under the same id, after turns", place, "PD8501")
         stock = with_config(
             with_env(place.leg(D), VLLM_PLUGINS="none"),
             kv_connector_module_path=None,
@@ -167,29 +187,11 @@ def decode(table: Table) -> None:
         timed("stock", lambda: place.start(stock))
         place.turns(3)
         table.row("stock streaming", place, "PD6003")
-        timed(
-            "telemetry off",
-            lambda: place.start(with_env(place.leg(D), NIXL_TELEMETRY_ENABLE="n")),
-        )
-        table.row("NIXL telemetry off", place, *TELEMETRY)
-        fixed = with_config(place.leg(D), engine_id="decode-engine-001")
-        place.spec["kv_transfer"]["engine_id"] = "{role}-engine-001"
-        place.write()
-        timed("fixed id", lambda: place.start(fixed))
-        place.start(place.leg(R))
-        place.turns(2)
-        timed("restart under the same id", lambda: place.start(fixed))
-        table.row("D restarted under the same id", place, "PD8501")
-        place.turns(2)
-        table.row("D restarted under the same id, after turns", place, "PD8501")
-
-
-TELEMETRY = ("PD7502",)
 
 
 def prefill(table: Table) -> None:
     """Faults of the prefill leg."""
-    with deployment({"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
+    with deployment(table, {"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
         high = with_transfer(place.leg(P), kv_recompute_threshold=100000)
         timed("start", lambda: pair(place, high, place.leg(D)))
         place.start(place.leg(R))
@@ -200,10 +202,10 @@ def prefill(table: Table) -> None:
 
 def failing(table: Table) -> None:
     """Starts that cannot succeed."""
-    with deployment() as place:
+    with deployment(table) as place:
         leg = with_env(place.leg(D), VLLM_NIXL_SIDE_CHANNEL_HOST="10.255.255.1")
         timed("wrong host", lambda: place.start(leg, healthy=False))
-        table.row("wrong side-channel host", place, "PD2001")
+        table.row("wrong side-channel host", place, "PD2011")
         host, port = place.leg(D).listens[1]
         with socket.create_server((host, port)):
             timed("port taken", lambda: place.start(place.leg(D), healthy=False))
@@ -211,28 +213,92 @@ def failing(table: Table) -> None:
 
 
 def libfabric(table: Table) -> None:
-    """LIBFABRIC on a machine without EFA."""
-    changes = {"kv_transfer.backend": "LIBFABRIC"}
-    with deployment(changes) as place:
+    """LIBFABRIC on a machine without EFA and with a libfabric that is too old for NIXL."""
+    with deployment(table, {"kv_transfer.backend": "LIBFABRIC"}) as place:
         timed("too old", lambda: place.start(place.leg(D), healthy=False))
         table.row("libfabric too old", place, "PD6503")
 
 
+def fallback(table: Table) -> None:
+    """LIBFABRIC without EFA, with a libfabric that NIXL's plugin takes."""
+    if table.wheel is None:
+        print("     (skipped: no --mpich)")
+        return
+    with tempfile.TemporaryDirectory(prefix="doctor-libfabric-") as folder:
+        paths = ":".join(map(str, (new_libfabric(table.wheel, Path(folder)), fake_cuda(folder))))
+        engine_env = {"HF_HUB_OFFLINE": 1, "VLLM_NO_USAGE_STATS": 1, "LD_LIBRARY_PATH": paths}
+        changes: dict[str, object] = {
+            "kv_transfer.backend": "LIBFABRIC",
+            "engine.env": engine_env,
+            "fabric": {"provider": "efa"},
+        }
+        with deployment(table, changes) as place:
+            timed("efa demanded", lambda: place.start(place.leg(D), healthy=False))
+            table.row("LIBFABRIC without EFA, FI_PROVIDER=efa", place, "PD1001")
+        changes["fabric"] = {"env": {"FI_TCP_IFACE": interface()}}
+        with deployment(table, changes) as place:
+            timed("silent fallback", lambda: pair(place, place.leg(P), place.leg(D)))
+            place.start(place.leg(R))
+            place.turns(2)
+            table.row("LIBFABRIC without EFA, silently on tcp", place, "PD1001", "PD1005")
+            place.spec["fabric"]["provider"] = "tcp"
+            place.write()
+            timed("tcp on purpose", lambda: pair(place, place.leg(P), place.leg(D)))
+            place.start(place.leg(R))
+            place.turns(3)
+            table.row("healthy, LIBFABRIC over tcp on purpose", place)
+
+
+def interface() -> str:
+    """libfabric's tcp provider listens on no loopback interface."""
+    return next(name for _, name in socket.if_nameindex() if name != "lo")
+
+
+def new_libfabric(wheel: Path, folder: Path) -> Path:
+    """libfabric 2.x out of the mpich wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if "/lib/mpich/" in name]
+        archive.extractall(folder, names)
+    return next(folder.glob("*.data/data/lib/mpich"))
+
+
+def fake_cuda(folder: str) -> Path:
+    """The three functions that NIXL's plugin takes from CUDA's driver; 100: there is no device."""
+    made = Path(folder, "fake-cuda")
+    made.mkdir()
+    source = made / "cuda.c"
+    source.write_text(
+        "int cuCtxSetCurrent(void *c) { return 100; }\n"
+        "int cuDeviceGetPCIBusId(char *id, int length, int device) { return 100; }\n"
+        "int cuPointerGetAttributes(unsigned n, void *a, void **d, unsigned long long p)"
+        " { return 100; }\n"
+    )
+    library = str(made / "libcuda.so.1")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(source)], check=True)
+    return made
+
+
 STAGES = {
     "sides": sides, "decode": decode, "prefill": prefill, "failing": failing,
-    "libfabric": libfabric,
+    "libfabric": libfabric, "fallback": fallback,
 }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stages", nargs="*", choices=[*STAGES, []])
+    parser.add_argument("stages", nargs="*", metavar="STAGE", default=list(STAGES))
     parser.add_argument("--keep", type=Path, help="folder for the collected bundles")
+    parser.add_argument("--mpich", type=Path, help="wheel of mpich 5, for its libfabric")
+    parser.add_argument(
+        "--fake", action="store_true", help="with fake engines, to try this script itself"
+    )
     args = parser.parse_args()
     if args.keep:
         args.keep.mkdir(parents=True, exist_ok=True)
-    table = Table(args.keep)
-    for stage in args.stages or STAGES:
+    # Whoever ends this script ends what it has started.
+    interrupt_on_hangup()
+    table = Table(args.keep, args.mpich, args.fake)
+    for stage in args.stages:
         print(f"== {stage}", flush=True)
         STAGES[stage](table)
     print(f"{len(table.failed)} not as expected: {', '.join(table.failed) or '-'}")

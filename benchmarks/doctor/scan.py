@@ -3,9 +3,9 @@
 usage: python benchmarks/doctor/scan.py [--size GB] [--folder FOLDER]
 
 Three logs of the given size (2 GB): what a loaded engine writes (access lines, statistics, now and
-then an expiry or a failure), one with debug lines of NIXL and UCX, and one that is bad news in
-every tenth line. Each is read by `pdctl doctor --bundle`, all checks. Exits 1 when one is slower
-than 150 MB per CPU-second or memory grows with the log.
+then an expiry or a failure), one with debug lines of NIXL, and one that is bad news in every tenth
+line, each of which has to be looked at. Each is read by `pdctl doctor --bundle`, all checks. Exits
+1 when one is slower than its limit or memory grows with the log.
 """
 
 import argparse
@@ -20,7 +20,11 @@ import time
 from pathlib import Path
 
 PDCTL = Path(sys.executable).with_name("pdctl")
-LEAST_MB_PER_CPU_SECOND = 150.0
+LEAST_MB_PER_CPU_SECOND = {
+    "a loaded engine": 150.0,
+    "debug lines": 150.0,
+    "every tenth line bad": 50.0,
+}
 MOST_MEMORY_MB = 400.0
 _BLOCK_LINES = 20_000
 
@@ -134,7 +138,7 @@ def main() -> int:
             megabytes = log.stat().st_size / 1e6
             seconds, cpu, memory, found = measure(bundle)
             rate = megabytes / cpu
-            bad = rate < LEAST_MB_PER_CPU_SECOND or memory > MOST_MEMORY_MB
+            bad = rate < LEAST_MB_PER_CPU_SECOND[name] or memory > MOST_MEMORY_MB
             failed |= bad
             print(
                 f"{name:<24} {megabytes:6.0f} {seconds:7.1f} {cpu:7.2f} {rate:9.0f} {memory:8.0f} "

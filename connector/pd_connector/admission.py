@@ -63,14 +63,14 @@ def _wrap(cls: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(cls, name, checking)
 
 
-def _check_result(known: frozenset[str], method: Any, *args: Any, **kwargs: Any) -> Any:
+def _check_result(known: frozenset[str] | None, method: Any, *args: Any, **kwargs: Any) -> Any:
     """Before an answer begins: a stream that began has its status sent."""
     params = method(*args, **kwargs)
     _check(params, known)
     return params
 
 
-def _check_argument(known: frozenset[str], method: Any, *args: Any, **kwargs: Any) -> Any:
+def _check_argument(known: frozenset[str] | None, method: Any, *args: Any, **kwargs: Any) -> Any:
     """The last way into the engine, which all endpoints share."""
     for value in (*args, *kwargs.values()):
         if hasattr(value, "extra_args"):
@@ -78,7 +78,7 @@ def _check_argument(known: frozenset[str], method: Any, *args: Any, **kwargs: An
     return method(*args, **kwargs)
 
 
-async def _notify(known: frozenset[str], method: Any, *args: Any, **kwargs: Any) -> Any:
+async def _notify(known: frozenset[str] | None, method: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM tells prefill of a request that was not accepted, with parameters as they came."""
     try:
         for value in (*args, *kwargs.values()):
@@ -89,7 +89,7 @@ async def _notify(known: frozenset[str], method: Any, *args: Any, **kwargs: Any)
     return await method(*args, **kwargs)
 
 
-def _check(sampling_params: Any, known: frozenset[str]) -> None:
+def _check(sampling_params: Any, known: frozenset[str] | None) -> None:
     extra = getattr(sampling_params, "extra_args", None)
     params = extra.get(KV_TRANSFER_PARAMS) if isinstance(extra, dict) else None
     if not params:

@@ -32,7 +32,11 @@ class Gate:
     """Admits the handles that arrive at one engine core, and signs those that leave it."""
 
     def __init__(
-        self, secret: bytes | None, known: frozenset[str], decode_ttl: float, pending: Pending
+        self,
+        secret: bytes | None,
+        known: frozenset[str] | None,
+        decode_ttl: float,
+        pending: Pending,
     ) -> None:
         self._signer = Signer(secret) if secret else None
         self._known = known

@@ -26,6 +26,7 @@ class PendingClaim:
 
     address: tuple[str, int]
     turn: str
+    reader: str
     asked: float
     answer: "Future[Claim]"
     waited: bool = False
@@ -56,7 +57,7 @@ class Claims:
             answer.set_exception(OSError("no answer a moment ago"))
         else:
             answer = self._threads().submit(self._ask, host, port, turn, reader)
-        return PendingClaim((host, port), turn, now, answer)
+        return PendingClaim((host, port), turn, reader, now, answer)
 
     def result(self, pending: PendingClaim) -> Claim | None:
         """Decode's answer, None while it is still expected."""
@@ -67,24 +68,25 @@ class Claims:
             if not pending.answer.done() and self._clock() - pending.asked < ANSWER_SECONDS:
                 return None
             error = "no answer in time"
+            self.give_back(pending)
         except Exception as failure:
             error = str(failure) or type(failure).__name__
         self._down[pending.address] = self._clock() + _DOWN_SECONDS
         return Claim(False, 0.0, f"unreachable: {error}")
 
-    def give_back(self, pending: PendingClaim, reader: str) -> None:
+    def give_back(self, pending: PendingClaim) -> None:
         """The turn will not be read after all; told to decode in the background."""
-        self._threads().submit(self._give_back_quietly, pending, reader)
+        self._threads().submit(self._give_back_quietly, pending)
 
     def close(self) -> None:
         """Let go of the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _give_back_quietly(self, pending: PendingClaim, reader: str) -> None:
+    def _give_back_quietly(self, pending: PendingClaim) -> None:
         try:
             if pending.answer.result(ANSWER_SECONDS).granted:
-                self._give_back(*pending.address, pending.turn, reader)
+                self._give_back(*pending.address, pending.turn, pending.reader)
         except Exception:
             return  # The claim lapses by itself.
 

@@ -165,5 +165,8 @@ LOG_CONNECTOR_ACTIVE = "pd_connector: connector active"
 """Followed by ``: role=... bidirectional=... kv_recompute_threshold=... (tokens)
 decoder_kv_blocks_ttl=... (seconds) kv_load_failure_policy=... readback=on|off signed=on|off
 backends=... block_size=... pdctl=... vllm=... nixl=...``, once per engine core."""
+LOG_SETTINGS = "pd_connector: effective settings"
+"""Followed by ``: <JSON>``, what :data:`ENGINE_SETTINGS_PATH` answers; once per API server process
+of a disaggregated engine."""
 LOG_READBACK_UNSUPPORTED = "pd_connector: readback is off on this leg"
 """Followed by ``: <reason>``; every prompt is recomputed with outcome ``disabled``."""

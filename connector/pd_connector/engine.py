@@ -104,6 +104,7 @@ class EngineLeases:
         if not prompt.settled:
             self.reads.drop(request.request_id)
             return
+        self.reads.forget_claim(request.request_id)
         outcome: Outcome = prompt.outcome
         asked = prompt.offered
         computed = min(request.num_computed_tokens, request.num_prompt_tokens)

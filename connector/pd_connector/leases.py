@@ -79,16 +79,16 @@ class Leases:
             self._blocks.update(pin.blocks)
 
     def claim(self, turn: str, reader: str) -> Claim:
-        """Whether ``reader`` may read the turn's blocks now."""
+        """Whether ``reader`` may read the turn's blocks now; a reader may renew its own claim."""
         now = self.clock()
         with self._lock:
             self._lapse(now)
             pin = self._pins.get(turn)
             if pin is None:
                 return Claim(False, 0.0, self._ends.get(turn, "unknown"))
-            if pin.leaving or pin.wanted:
-                return Claim(False, 0.0, pin.leaving or pin.wanted or "released")
-            if pin.reader is not None:
+            if pin.leaving:
+                return Claim(False, 0.0, pin.leaving)
+            if pin.reader not in (None, reader):
                 return Claim(False, 0.0, "claimed")
             if now + self.margin >= pin.deadline:
                 return Claim(False, 0.0, "expiring")

@@ -39,10 +39,11 @@ class ParamsError(ValueError):
         self.reason = reason
 
 
-def check_params(params: object, also_known: frozenset[str] = frozenset()) -> None:
+def check_params(params: object, also_known: frozenset[str] | None = frozenset()) -> None:
     """Raise ParamsError when vLLM must not see these parameters.
 
-    ``also_known``: fields that the running vLLM puts into its own handles.
+    ``also_known``: fields that the running vLLM puts into its own handles; None when it is not
+    known what it puts there, so that any field is taken.
     """
     if not isinstance(params, Mapping):
         raise ParamsError("not_an_object", f"{KV_TRANSFER_PARAMS} must be an object")
@@ -51,9 +52,16 @@ def check_params(params: object, also_known: frozenset[str] = frozenset()) -> No
         if check is not None:
             if value is not None:
                 check(key, value)
-        elif not isinstance(key, str) or not (key.startswith(OWN_PREFIX) or key in also_known):
+        elif not isinstance(key, str) or not _is_known(key, also_known):
             raise ParamsError("unknown_key", f"{KV_TRANSFER_PARAMS} has an unknown key {key!r:.80}")
     _check_together(params)
+
+
+def _is_known(key: str, also_known: frozenset[str] | None) -> bool:
+    if key.startswith("_"):
+        # vLLM's scheduler keeps its own state among them.
+        return False
+    return key.startswith(OWN_PREFIX) or also_known is None or key in also_known
 
 
 def _check_together(params: Mapping[str, Any]) -> None:
@@ -138,6 +146,15 @@ def _block_ids(key: str, value: object) -> None:
             )
 
 
+def _token_ids(key: str, value: object) -> None:
+    if not isinstance(value, (list, tuple)):
+        _wrong_type(key, value, "a list of token ids")
+        return
+    token_id = _whole(0)
+    for at, token in enumerate(value):
+        token_id(f"{key}[{at}]", token)
+
+
 _FIELDS: dict[str, Callable[[str, object], None]] = {
     DO_REMOTE_PREFILL: _flag,
     DO_REMOTE_DECODE: _flag,
@@ -153,4 +170,7 @@ _FIELDS: dict[str, Callable[[str, object], None]] = {
     "pp_size": _whole(1, 4096),
     "remote_block_size": _whole(1),
     "transfer_mode": _text(64),
+    # vLLM 0.32 puts the first into prefill's answer and takes the second from routers.
+    "remote_prefill_cached_tokens": _whole(0),
+    "prompt_token_ids": _token_ids,
 }

@@ -38,6 +38,10 @@ _LATE = 1.0
 """A READ must end this many seconds before its claim does."""
 
 
+def _grows_old(pending: PendingClaim, claim: Claim) -> bool:
+    return claim.granted and time.perf_counter() - pending.asked > claim.seconds / 2
+
+
 @dataclass
 class Reading:
     """A request whose blocks are read from a peer."""
@@ -69,6 +73,9 @@ class Reads:
             # Decode does not know claims: its deadline in the handle is all there is.
             return Claim(True, float("inf"), "granted")
         pending, claim = self._asked.get(request.request_id, (None, None))
+        if pending is not None and claim is not None and _grows_old(pending, claim):
+            # It has waited for blocks of its own meanwhile.
+            pending = claim = None
         if pending is None:
             pending = self._claims.start(
                 str(handle[REMOTE_HOST]),
@@ -102,10 +109,10 @@ class Reads:
         """The request will not be read, though it may have been claimed."""
         pending, _ = self._asked.pop(request_id, (None, None))
         if pending is not None:
-            self._claims.give_back(pending, request_id)
+            self._claims.give_back(pending)
 
     def forget_claim(self, request_id: str) -> None:
-        """Decode is told by other means that the claimed turn is not needed."""
+        """The request is settled; where it was claimed for nothing, decode is told so already."""
         self._asked.pop(request_id, None)
 
     def take_seconds(self) -> dict[str, float]:

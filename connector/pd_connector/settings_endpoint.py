@@ -3,9 +3,10 @@
 The schema is in docs/engine-http.md.
 """
 
+import json
 from typing import Any
 
-from pd_connector.contract import ENGINE_SETTINGS_PATH
+from pd_connector.contract import ENGINE_SETTINGS_PATH, LOG_SETTINGS
 from pd_connector.counters import observe
 from pd_connector.secret import load_secret
 from pd_connector.settings import leg_settings
@@ -43,6 +44,7 @@ class SettingsEndpoint:
         self._base |= {"signed": self._base["connector"] == "pdctl" and load_secret() is not None}
         self._base |= {"params_checked": _checks_params()}
         settings = await self.settings()
+        _logger().info("%s: %s", LOG_SETTINGS, json.dumps(settings, separators=(",", ":")))
         observe(ENGINE_INFO, *(_label(settings, name) for name in ENGINE_INFO.labels))
 
     async def settings(self) -> dict[str, Any]:
@@ -68,11 +70,15 @@ class SettingsEndpoint:
         try:
             found = await self._engine.collective_rpc(SETTINGS_RPC, timeout=RPC_SECONDS)
         except Exception as error:
-            from vllm.logger import init_logger  # noqa: PLC0415
-
-            init_logger("vllm.pd_connector.http").warning("workers tell no settings: %r", error)
+            _logger().warning("pd_connector: workers tell no settings: %r", error)
             return []
         return [one for one in found if isinstance(one, dict) and one]
+
+
+def _logger() -> Any:
+    from vllm.logger import init_logger  # noqa: PLC0415
+
+    return init_logger("vllm.pd_connector.settings")
 
 
 def _checks_params() -> bool:

@@ -324,11 +324,14 @@ POST_MS = Attribute("pd.post_ms", "float", "Milliseconds it took to post the tra
 BACKEND = Attribute("pd.backend", "str", "NIXL backend.")
 PEER = Attribute("pd.peer", "str", "Engine id of the peer without its per-start part.")
 
+# Attributes of the resources of engine legs.
+RESOURCE_LEG = Attribute("pd.leg", "str", "Name of the leg.")
+RESOURCE_DEPLOYMENT = Attribute("pd.deployment", "str", "Name of the deployment.")
+
 # OpenTelemetry's own names, from its semantic conventions for generative AI.
 GEN_AI_OPERATION = Attribute("gen_ai.operation.name", "str", "chat or text_completion.")
 GEN_AI_MODEL = Attribute("gen_ai.request.model", "str", "The model that the client asked for.")
 GEN_AI_INPUT_TOKENS = Attribute("gen_ai.usage.input_tokens", "int", "Tokens of the prompt.")
-GEN_AI_OUTPUT_TOKENS = Attribute("gen_ai.usage.output_tokens", "int", "Tokens of the answer.")
 GEN_AI_CONVERSATION = Attribute(
     "gen_ai.conversation.id",
     "str",
@@ -360,7 +363,6 @@ SPAN_TURN = Span(
         GEN_AI_OPERATION,
         GEN_AI_MODEL,
         GEN_AI_INPUT_TOKENS,
-        GEN_AI_OUTPUT_TOKENS,
         GEN_AI_CONVERSATION,
     ),
 )

@@ -152,10 +152,9 @@ def _count(request: web.Request, router: Router, status: int) -> None:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(
-        body=request.app[ROUTER].metrics.exposition(),
-        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-    )
+    accept = request.headers.get("Accept", "")
+    text, content_type = request.app[ROUTER].metrics.exposition(accept)
+    return web.Response(body=text, headers={"Content-Type": content_type})
 
 
 async def _health(request: web.Request) -> web.Response:

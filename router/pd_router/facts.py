@@ -19,6 +19,9 @@ class Facts:
     conversation: str = "-"
     conversation_id: str | None = None
     """In clear, where the settings allow it."""
+    operation: str | None = None
+    """OpenTelemetry's name of it."""
+    model: str | None = None
     turn: int = 1
     outcome: Outcome | None = None
     """None: it has not been decided, or the answer that tells it has not ended."""
@@ -53,8 +56,8 @@ class Facts:
         }
         return {name: text for name, text in told.items() if text is not None}
 
-    def count(self, metrics: Metrics) -> None:
-        """Count the turn, once it has ended."""
+    def count(self, metrics: Metrics, trace: str | None) -> None:
+        """Count the turn, once it has ended; ``trace`` is the id of its trace."""
         metrics.endings.labels(self.ending).inc()
         if self.route is None:
             return
@@ -73,14 +76,15 @@ class Facts:
         for kind, tokens in counts:
             if tokens:
                 metrics.tokens.labels(kind).inc(tokens)
+        exemplar = None if trace is None else {telemetry.EXEMPLAR_TRACE_ID: trace}
         if self.prefill_ms is not None:
             seconds = self.prefill_ms / 1000
-            metrics.prefill.labels(self.prefill_leg, outcome, prompt).observe(seconds)
-        if self.read_ms is not None:
+            metrics.prefill.labels(self.prefill_leg, outcome, prompt).observe(seconds, exemplar)
+        if self.read_ms is not None and self.outcome is Outcome.HIT:
             metrics.readback.labels(self.prefill_leg, prompt).observe(self.read_ms / 1000)
         if self.ttft_ms is not None:
             turn = telemetry.turn_band(self.turn)
-            metrics.ttft.labels(outcome, route, turn, prompt).observe(self.ttft_ms / 1000)
+            metrics.ttft.labels(outcome, route, turn, prompt).observe(self.ttft_ms / 1000, exemplar)
 
     def log(self, router: str) -> None:
         """One line, ``key=value``."""
@@ -124,6 +128,10 @@ class Facts:
             telemetry.TOKENS_READ: self.read,
             telemetry.TOKENS_COMPUTED: self.computed,
             telemetry.TTFT_MS: self.ttft_ms,
+            telemetry.GEN_AI_OPERATION: self.operation,
+            telemetry.GEN_AI_MODEL: self.model,
+            telemetry.GEN_AI_INPUT_TOKENS: self.prompt_tokens,
+            telemetry.GEN_AI_CONVERSATION: self.conversation_id,
         }
         return known
 

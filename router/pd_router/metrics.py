@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pd_connector import telemetry
@@ -47,9 +48,11 @@ class Metrics:
         """A gauge whose samples are read when the metrics are."""
         self._registry.register(_Gauge(metric, read))
 
-    def exposition(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The metrics and their content type: OpenMetrics, which has the exemplars, to whoever
+        accepts it, else Prometheus' text format."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(metric.name, metric.text, metric.labels, registry=self._registry)

@@ -94,6 +94,7 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
         spans=_spans(settings, metrics),
     )
     _gauges(router)
+    start_counting(router)
     workers = [
         asyncio.create_task(work) for work in (health.watch(), releases.work(), handles.watch())
     ]
@@ -145,6 +146,19 @@ def _spans(settings: Settings, metrics: Metrics) -> Spans | None:
     return Spans(export, metrics.spans_dropped.inc)
 
 
+def start_counting(router: Router) -> None:
+    """Every counter is there from the start, so that its first increase is seen as one."""
+    metrics, legs = router.metrics, router.legs
+    for leg in legs.prefill:
+        metrics.handles_sent.labels(leg.name)
+    for leg in legs:
+        metrics.leg_restarts.labels(leg.name)
+    for reason in ("expired", "evicted", "replaced", "released", "leg_restarted", "leg_down"):
+        metrics.handles_dropped.labels(reason)
+    for ending in ("ok", "client_gone", "broken_stream", "refused", "error"):
+        metrics.endings.labels(ending)
+
+
 def _gauges(router: Router) -> None:
     """What the metrics tell of the moment in which they are read."""
     add, legs, handles = router.metrics.gauge, router.legs, router.handles
@@ -177,7 +191,7 @@ def _gauges(router: Router) -> None:
 
     def info() -> list[tuple[tuple[str, ...], float]]:
         settings = router.settings
-        on = str(settings.bidirectional).lower()
+        on = "on" if settings.bidirectional else "off"
         return [((VERSION, settings.connector, on, settings.proof, settings.route), 1)]
 
     add(telemetry.ROUTER_INFO, info)

@@ -57,6 +57,10 @@ class Trace:
         self._parent = parent
         self._turn = _ids.getrandbits(64) or 1
 
+    @property
+    def hex_id(self) -> str:
+        return f"{self._trace:032x}"
+
     def child(self) -> int:
         """An id for a child span, before it has ended."""
         return _ids.getrandbits(64) or 1

@@ -130,7 +130,7 @@ class TurnState:
     def end(self) -> None:
         """The turn is over: settle what is open, and tell of it."""
         self.settle_claim()
-        self.facts.count(self.router.metrics)
+        self.facts.count(self.router.metrics, None if self.trace is None else self.trace.hex_id)
         self.facts.log(self.settings.name)
         if self.trace is not None:
             attributes = self.facts.attributes()

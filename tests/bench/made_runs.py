@@ -21,7 +21,7 @@ class MadeRun:
         self,
         arms: tuple[dict[str, Any], ...] = (
             {"name": "off", "bidirectional": False, "route": None},
-            {"name": "on", "bidirectional": True, "route": None},
+            {"name": "on", "bidirectional": True, "route": None, "asks": "readback"},
         ),
         repeats: int = 4,
         dtype: str = "float32",

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_a_turn_is_claimed_and_given_back(channel: SideChannel) -> None:
     assert settled(claims, pending) == (True, 30.0, "granted")
     other = claims.start("127.0.0.1", channel.port, "turn", "you")
     assert settled(claims, other).reason == "claimed"
-    claims.give_back(pending, "me")
+    claims.give_back(pending)
     until("it is free again", lambda: channel.leases.claim("turn", "you").granted)
     claims.close()
 
@@ -108,6 +109,20 @@ def test_no_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = claims.result(claims.start("host", 1, "turn", "me"))
     assert at_once is not None and not at_once.granted
     never.set()
+    claims.close()
+
+
+def test_an_answer_that_comes_too_late_is_given_back(channel: SideChannel) -> None:
+    channel.leases.pin("turn", [1], 128, channel.leases.clock() + 100)
+    claims = claims_over_wire()
+    pending = claims.start("127.0.0.1", channel.port, "turn", "me")
+    until("decode has granted it", lambda: channel.leases.turns()[0]["reading"])
+    pending.asked -= claims_module.ANSWER_SECONDS
+    pending.answer, late = Future(), pending.answer
+    refused = claims.result(pending)
+    assert refused is not None and not refused.granted
+    pending.answer.set_result(late.result(5))
+    until("decode has it back", lambda: not channel.leases.turns()[0]["reading"])
     claims.close()
 
 

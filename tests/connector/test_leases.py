@@ -71,6 +71,21 @@ def test_a_turn_is_read_once_at_a_time(table: Table) -> None:
     assert table.leases.claim("a", "one") == (False, 0.0, "read")
 
 
+def test_a_reader_renews_its_claim(table: Table) -> None:
+    table.pin("a", ttl=40)
+    table.leases.claim("a", "reader")
+    table.leases.release(["a"], "released")
+    table.now += 20
+    assert table.leases.claim("a", "reader").granted
+    assert table.leases.claim("a", "other").reason == "claimed"
+    table.now += 29
+    assert table.left()["a"] == 6.0
+    table.now += 1
+    commands = table.leases.commands()
+    assert commands is not None and commands.release == {"a"}
+    assert table.leases.claim("a", "reader").reason == "released"
+
+
 def test_a_claim_outlives_the_deadline(table: Table) -> None:
     table.pin("a", ttl=6)
     assert table.leases.claim("a", "reader").granted

@@ -37,6 +37,7 @@ READ = {"do_remote_decode": False, "do_remote_prefill": True}
         {**ASK, **BLOCKS, "remote_block_ids": [[0, 0, 5], []]},
         {**ASK, **BLOCKS, "remote_blocks_expiry_time": None, "remote_num_tokens": None},
         {**ASK, "remote_block_ids": []},
+        {**READ, **BLOCKS, "remote_prefill_cached_tokens": 5, "prompt_token_ids": [1, 2]},
         {**ASK, "pd_previous": "cmpl-0", "pd_anything": [1]},
     ],
 )
@@ -48,6 +49,9 @@ def test_a_field_of_this_vllms_own_handles_is_known() -> None:
     with pytest.raises(ParamsError, match="unknown key 'remote_moon'"):
         check_params({**ASK, "remote_moon": 1})
     check_params({**ASK, "remote_moon": 1}, frozenset({"remote_moon"}))
+    check_params({**ASK, "remote_moon": 1}, None)
+    with pytest.raises(ParamsError, match="unknown key '_remote_blocks_processed'"):
+        check_params({**ASK, "_remote_blocks_processed": True}, None)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,7 @@ def test_a_field_of_this_vllms_own_handles_is_known() -> None:
         ({**ASK, "remote_blocks_expiry_time": float("nan")}, "out_of_range", "finite"),
         ({**ASK, "tp_size": 0}, "out_of_range", "tp_size"),
         ({**ASK, "tp_size": {}}, "wrong_type", "tp_size"),
+        ({**ASK, "prompt_token_ids": ["a"]}, "wrong_type", "prompt_token_ids[0]"),
         ({**ASK, "transfer_mode": 1}, "wrong_type", "transfer_mode"),
     ],
 )

@@ -1,5 +1,6 @@
 """The side channel answers handshakes whatever else is sent to it."""
 
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -36,19 +37,19 @@ def port() -> Iterator[int]:
 
 
 def ask(port: int, message: object) -> list[bytes]:
-    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(f"tcp://127.0.0.1:{port}")
-        socket.send(msgspec.msgpack.encode(message))
-        assert socket.poll(10_000), "no answer"
-        return socket.recv_multipart()
+    with zmq.Context() as context, context.socket(zmq.REQ) as asker:
+        asker.setsockopt(zmq.LINGER, 0)
+        asker.connect(f"tcp://127.0.0.1:{port}")
+        asker.send(msgspec.msgpack.encode(message))
+        assert asker.poll(10_000), "no answer"
+        return asker.recv_multipart()
 
 
 def send(port: int, *frames: bytes) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(f"tcp://127.0.0.1:{port}")
-        socket.send_multipart(frames)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sender:
+        sender.setsockopt(zmq.LINGER, 1000)
+        sender.connect(f"tcp://127.0.0.1:{port}")
+        sender.send_multipart(frames)
 
 
 HOSTILE = [
@@ -70,6 +71,11 @@ def test_a_hostile_message_is_left_unanswered(port: int, frames: tuple[bytes, ..
     data, clock = ask(port, QUESTION)
     assert data == b"metadata"
     assert isinstance(msgspec.msgpack.decode(clock), float)
+
+
+def test_only_the_configured_address_is_listened_on(port: int) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 5)
 
 
 def test_leases_ride_in_the_first_field(port: int) -> None:

@@ -102,6 +102,14 @@ def test_a_released_turn_is_reported_once(worker: PdPullWorker) -> None:
     assert worker.get_finished() == (set(), set())
 
 
+def test_a_release_on_a_vllm_without_expected_readers(worker: PdPullWorker) -> None:
+    """Releases before 0.29 do not keep how many readers a turn has."""
+    del worker.expected_consumer_notifications_by_req
+    keep(worker, "a")
+    step(worker, **{COMMANDS: Commands(frozenset({"a"}), {})})
+    assert worker._released == {"a"}
+
+
 def test_a_longer_lease_keeps_the_order_that_expiry_needs(worker: PdPullWorker) -> None:
     now = keep(worker, "a", "b", "c")
     step(worker, **{COMMANDS: Commands(frozenset(), {"a": 500.0, "b": 1.0, "gone": 9.0})})
@@ -195,7 +203,7 @@ def test_blocks_that_the_peer_does_not_have_are_not_read(
 ) -> None:
     """vLLM would count on into the next layer's blocks."""
     failed: list[str] = []
-    monkeypatch.setattr(worker, "_handle_failed_transfer", lambda req, handle: failed.append(req))
+    monkeypatch.setattr(worker, "_handle_failed_transfer", lambda req, *_: failed.append(req))
     remote = SimpleNamespace(engine_id="decode-0", block_ids=([1, 8],), blocks_expiry_time=None)
     meta = SimpleNamespace(local_block_ids=([1, 2],), remote=remote)
     worker._read_blocks_for_req("r", meta)

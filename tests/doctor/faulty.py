@@ -42,7 +42,7 @@ _FAILED = re.compile(r"ZMQError|NIXL_ERR_\w+|Engine core initialization failed")
 class Faulty:
     """One prefill leg, one decode leg and a router, each started as told."""
 
-    def __init__(self, folder: Path, changes: dict[str, Any] | None = None):
+    def __init__(self, folder: Path, changes: dict[str, Any] | None = None, fake: bool = False):
         os.environ["PDCTL_STATE_DIR"] = str(folder / "state")
         self.folder = folder
         self.spec_file = folder / "spec.yaml"
@@ -51,6 +51,12 @@ class Faulty:
         spec["name"] = f"doctor-{uuid.uuid4().hex[:6]}"
         spec["model"]["id"] = str(ROOT / ".cache/canary")
         spec["engine"] |= {"venv": None, "python": sys.executable}
+        if fake:
+            # The engines are tests/doctor/fake_leg.py; scripts and router are the real ones.
+            spec["engine"]["python"] = str(_fake_python(folder))
+            spec["router"]["python"] = sys.executable
+            for role in ("prefill", "decode"):
+                spec[role]["cpus"] = None
         spec["prefill"]["legs"][0] |= {"port": prefill, "side_channel_port": side_p}
         spec["decode"]["legs"][0] |= {"port": decode, "side_channel_port": side_d}
         spec["router"]["port"] = router
@@ -63,6 +69,9 @@ class Faulty:
         self.spec = spec
         self.write()
         self.state = DeploymentState(spec["name"])
+        # Legs that start at once would make it twice.
+        self.state.folder.mkdir(parents=True)
+        self.state.secret_file()
         self.client = new_client()
 
     def write(self) -> None:
@@ -153,6 +162,17 @@ class Faulty:
         if done.returncode not in (0, 1):
             raise AssertionError(f"{done.returncode}\n{done.stdout}\n{done.stderr}")
         return Diagnosed(json.loads(done.stdout), done.returncode, seconds)
+
+
+def _fake_python(folder: Path) -> Path:
+    script = folder / "fake-python"
+    leg = ROOT / "tests/doctor/fake_leg.py"
+    script.write_text(
+        f'#!/usr/bin/env bash\n[[ $1 == -c ]] && exec {sys.executable} "$@"\n'
+        f'export PYTHONPATH={ROOT}\nexec {sys.executable} {leg} "$@"\n'
+    )
+    script.chmod(0o755)
+    return script
 
 
 @dataclass(frozen=True)

@@ -10,30 +10,9 @@ import yaml
 
 from pdctl.doctor.checks import ALL
 from pdctl.doctor.diagnose import of_bundles
-from pdctl.doctor.model import Reported
 from pdctl.doctor.run import Diagnosis
 
 HERE = Path(__file__).parent
-
-
-TWINS = {
-    "PD1001": "PD1060",
-    "PD1005": "PD1061",
-    "PD2002": "PD8560",
-    "PD2005": "PD2061",
-    "PD3003": "PD3062",
-    "PD3006": "PD3062",
-    "PD3007": "PD3060",
-    "PD4003": "PD4061",
-    "PD4508": "PD4560",
-    "PD5501": "PD5560",
-    "PD6001": "PD6060",
-    "PD6003": "PD6060",
-    "PD6503": "PD6560",
-    "PD6502": "PD6560",
-    "PD8503": "PD8560",
-}
-"""Codes that name the same cause, seen from logs and seen on a running deployment."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +65,6 @@ def diagnosis(case: Case, root: Path) -> Diagnosis:
     return of_bundles((write_bundle(case, root),), list(ALL), lambda _: None)
 
 
-def causes(found: Diagnosis) -> list[Reported]:
-    """Findings that stand on their own, the first one first."""
-    return found.findings
-
-
 def fits(case: Case, found: Diagnosis) -> tuple[bool, list[str]]:
     """Whether the first cause is the case's, and codes of other errors that stand beside it.
 
@@ -99,16 +73,12 @@ def fits(case: Case, found: Diagnosis) -> tuple[bool, list[str]]:
     first = found.findings[0] if found.findings else None
     right = (
         first is not None
-        and first.check.code in _accepted(case)
+        and first.check.code == case.finding
         and first.check.category.value == case.category
     )
     extra = [
         each.check.code
         for each in found.findings
-        if each.severity == "error" and each.check.code not in _accepted(case)
+        if each.severity == "error" and each.check.code != case.finding
     ]
     return right, extra
-
-
-def _accepted(case: Case) -> tuple[str | None, ...]:
-    return case.finding, TWINS.get(case.finding or "")

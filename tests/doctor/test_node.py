@@ -149,7 +149,8 @@ def test_rails_on_another_switch(bundle: Bundle) -> None:
         ("efa", "cat /opt/amazon/efa_installed_packages", INSTALLED.format("1.43.2"), "1.43.2"),
         ("efa", "cat /sys/module/efa/version", "2.17.3g", "2.17.3g"),
         ("fi_info", "fi_info --version", "libfabric: 1.22.0amzn1.0", "1.22.0amzn1.0"),
-        ("gpu", "nvidia-smi --version", "DRIVER version : 570.133.20\nCUDA Version : 12.8", "570"),
+        ("gpu", "nvidia-smi --version", "DRIVER version      : 570.133.20", "570.133.20"),
+        ("gpu", "nvidia-smi --version", "CUDA Version        : 12.8", "CUDA driver API 12.8"),
     ],
 )
 def test_older_than_measured(
@@ -215,3 +216,44 @@ def test_versions_that_differ(bundle: Bundle) -> None:
     bundle.add("prefill-0/versions.txt", "vllm==0.29.0\nnixl==1.4.1\n")
     bundle.add("decode-0/versions.txt", "vllm==0.28.0\nnixl==1.4.1\n")
     assert bundle.codes()[0] == "PD6509"
+
+
+def test_a_gpu_node_as_it_is_without_the_efa_software(tmp_path: Path) -> None:
+    """Outputs of a real H200 machine that has neither EFA nor its software."""
+    bundle = Bundle(tmp_path).spec("p5en-qwen3-32b.yaml")
+    query = "nvidia-smi --query-gpu=index,name,driver_version,pci.bus_id --format=csv,noheader"
+    bundle.commands(
+        "decode-0",
+        "gpu",
+        {
+            query: "0, NVIDIA H200, 580.159.04, 00000000:00:06.0",
+            "nvidia-smi --version": "NVIDIA-SMI version  : 580.159.04\nNVML version        : "
+            "580.159\nDRIVER version      : 580.159.04\nCUDA Version        : 13.0",
+        },
+    )
+    bundle.commands(
+        "decode-0",
+        "devices",
+        {
+            "ls -l /sys/class/infiniband": "total 0",
+            "ls /dev/infiniband": "rdma_cm",
+            "ls -l /sys/bus/pci/drivers/nvidia": "total 0\nlrwxrwxrwx 1 root root 0 Nov 30 01:08 "
+            "0000:00:06.0 -> ../../../../devices/pci0000:00/0000:00:06.0",
+        },
+    )
+    missing = "sh: 1: fi_info: not found\n# exit 127"
+    bundle.commands(
+        "decode-0",
+        "fi_info",
+        {"fi_info --version": missing, "fi_info -p efa -t FI_EP_RDM": missing},
+    )
+    assert bundle.codes() == ["PD1001"]
+    assert "no RDMA device" in bundle.doctor()["findings"][0]["cause"]
+
+
+def test_without_fi_info_the_provider_is_unknown(bundle: Bundle) -> None:
+    missing = {"fi_info -p efa -t FI_EP_RDM": "sh: 1: fi_info: not found\n# exit 127"}
+    bundle.commands("decode-0", "fi_info", missing)
+    report = bundle.doctor()
+    assert report["findings"] == []
+    assert any("there is no fi_info" in each["missing"] for each in report["unknown"])

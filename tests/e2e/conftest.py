@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from pd_connector import contract
+from pd_connector.check import installed
 from pdctl.conversation import Messages, Turn, plain_answer, stream_turn, user_text
 from pdctl.counters import EngineCounters, engine_counters, settled
 from tests.ports import free_ports
@@ -47,6 +48,8 @@ class Deployment:
         self.spec["name"] = self.name
         self.spec["model"]["id"] = str(CANARY)
         self.spec["engine"] |= {"venv": None, "python": sys.executable}
+        # Some flags depend on it: the same tests run on every engine that is installed.
+        self.spec["engine"] |= {name: installed(name) for name in ("vllm", "nixl")}
         self.spec["prefill"]["legs"][0] |= {"port": prefill, "side_channel_port": side_p}
         self.spec["decode"]["legs"][0] |= {"port": decode, "side_channel_port": side_d}
         self.spec["router"]["port"] = router

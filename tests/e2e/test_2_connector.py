@@ -1,5 +1,6 @@
 """The connector on the real engine: what is read is right, what is wrong is refused."""
 
+import json
 from typing import Any
 
 import pytest
@@ -106,6 +107,17 @@ def test_a_handle_is_read_once(deployment: Deployment) -> None:
     assert text == plain(deployment, prompt)
 
 
+def test_two_answers_to_one_prompt_read_prefills_blocks_once(deployment: Deployment) -> None:
+    prompt = user_text("two answers", 300)
+    handle = legs.params_of(completion(deployment, deployment.prefill_url, prompt, 1, legs.ASK))
+    before = refused(deployment, "used", deployment.decode_url)
+    both = completion(deployment, deployment.decode_url, prompt, 16, handle, n=2)
+    assert both.status_code == 200
+    expected = plain(deployment, prompt)
+    assert [choice["text"] for choice in both.json()["choices"]] == [expected, expected]
+    assert refused(deployment, "used", deployment.decode_url) == before + 1
+
+
 def refused(deployment: Deployment, reason: str, url: str | None = None) -> float:
     return metric(
         deployment, url or deployment.prefill_url, telemetry.ENGINE_REFUSED.name, reason=reason
@@ -203,6 +215,7 @@ def test_other_ways_to_pass_them_are_closed_too(deployment: Deployment, leg: str
     for path, body in (
         ("/v1/chat/completions", chat),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1}),
+        ("/v1/messages", chat),
     ):
         whole = body | {"model": deployment.model, contract.KV_TRANSFER_PARAMS: bad}
         assert deployment.client.post(f"{url}{path}", json=whole).status_code == 400, path
@@ -240,3 +253,5 @@ def test_a_leg_tells_its_settings(deployment: Deployment, leg: str) -> None:
     secret = (deployment.folder / "state" / deployment.name / "secret").read_text()
     assert secret not in deployment.log(f"{leg}-0") + str(found)
     assert "signed=on" in deployment.log(f"{leg}-0")
+    line = next(x for x in deployment.log(f"{leg}-0").splitlines() if contract.LOG_SETTINGS in x)
+    assert json.loads(line.partition(f"{contract.LOG_SETTINGS}: ")[2]) == found

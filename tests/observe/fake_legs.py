@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import choose_encoder
 
 from pd_connector import contract, telemetry
 from pd_connector.contract import Outcome, Route
@@ -19,18 +19,21 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
 
 class FakeLeg:
-    """One process' metrics, on a port of its own."""
+    """One process' metrics, on a port of its own. The router speaks OpenMetrics, vLLM does not."""
 
-    def __init__(self, port: int):
+    def __init__(self, port: int, speaks_openmetrics: bool = False):
+        self.speaks_openmetrics = speaks_openmetrics
         self._registry = CollectorRegistry()
         self._made: dict[str, Any] = {}
         leg = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                text = generate_latest(leg._registry)
+                accept = self.headers.get("Accept", "") if leg.speaks_openmetrics else ""
+                encode, content_type = choose_encoder(accept)
+                text = encode(leg._registry)
                 self.send_response(200)
-                self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+                self.send_header("Content-Type", content_type)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text)
@@ -86,7 +89,7 @@ class FakeDeployment:
     """Router, prefill and decode, and turns that leave their marks on all three."""
 
     def __init__(self, router_port: int, prefill_port: int, decode_port: int):
-        self.router = FakeLeg(router_port)
+        self.router = FakeLeg(router_port, speaks_openmetrics=True)
         self.prefill = FakeLeg(prefill_port)
         self.decode = FakeLeg(decode_port)
         self._settled()

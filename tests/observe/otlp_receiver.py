@@ -60,16 +60,19 @@ class OtlpReceiver(TraceServiceServicer):  # type: ignore[misc]
         self._http.shutdown()
         self._http.server_close()
 
-    def span_names(self, trace: str) -> list[str]:
-        """Names of a trace's spans that have come in."""
+    def spans(self) -> list[Any]:
+        """All spans that have come in, as the protocol has them."""
         return [
-            span.name
+            span
             for _, request in list(self.requests)
             for resource in request.resource_spans
             for scope in resource.scope_spans
             for span in scope.spans
-            if span.trace_id.hex() == trace
         ]
+
+    def span_names(self, trace: str) -> list[str]:
+        """Names of a trace's spans that have come in."""
+        return [span.name for span in self.spans() if span.trace_id.hex() == trace]
 
     def protocols(self) -> set[str]:
         return {protocol for protocol, _ in list(self.requests)}

@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 
 from pd_connector import telemetry
@@ -86,8 +87,9 @@ def test_exemplars_reach_prometheus(watched: Watched) -> None:
     assert len(ids) == 1
 
 
-def test_vllm_s_names_survive_openmetrics(watched: Watched) -> None:
-    """Its client library writes vllm_ to a Prometheus that asks for OpenMetrics."""
-    names = watched.prometheus.names()
-    assert any(name.startswith("vllm:") for name in names)
-    assert not any(name.startswith("vllm_") for name in names)
+def test_prometheus_serves_the_playbooks(watched: Watched) -> None:
+    for rule in watched.prometheus.rules():
+        if rule["type"] == "alerting":
+            page = httpx.get(rule["annotations"]["runbook_url"], trust_env=False)
+            assert page.status_code == 200
+            assert "<h1>" in page.text

@@ -39,3 +39,10 @@ def test_in_a_browser(pages: dict[str, Path], theme: str) -> None:
     asked = screenshot(pages[theme], picture, 1300, 6000)
     assert asked == set()
     assert picture.stat().st_size > 100_000
+
+
+def test_the_browser_would_tell_of_a_request(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text('<img src="http://127.0.0.1:1/outside.png">')
+    asked = screenshot(page, tmp_path / "page.png", 100, 100)
+    assert asked == {"http://127.0.0.1:1/outside.png"}

@@ -1,5 +1,6 @@
 """`pdctl observe render`: files that the programs they are for accept."""
 
+import html
 import json
 import re
 import subprocess
@@ -12,10 +13,12 @@ import yaml
 from pd_connector.contract import Outcome
 from pdctl.observe.alerts import ALERTS, EXPECTED
 from pdctl.observe.boards import BOARDS
+from pdctl.runbook import playbooks
 from tests.cli import pdctl
 from tests.observe.conftest import REFERENCE, quick_spec
 from tests.programs import program
 
+PAGES = {html.escape(page.title): page.alerts for page in playbooks()}
 EXAMPLES = sorted(REFERENCE.parent.glob("*.yaml"))
 
 
@@ -189,3 +192,26 @@ def test_down_without_up_stops_nothing(no_state: Path) -> None:
     ended = pdctl("observe", "down", "laptop")
     assert (ended.code, ended.out) == (0, "")
     assert ended.lines == ["laptop: nothing that watches it runs"]
+
+
+def test_every_alert_has_its_page(tmp_path: Path) -> None:
+    files = rendered(REFERENCE, tmp_path)
+    rules = load(files["prometheus/rules.yml"])["groups"][1]["rules"]
+    for rule in rules:
+        page = rule["annotations"]["runbook_url"].removeprefix("http://127.0.0.1:9090/")
+        assert page.startswith("consoles/")
+        assert rule["alert"] in PAGES[files[f"prometheus/{page}"].split("<title>")[1].split("<")[0]]
+
+
+def test_pages_lead_to_each_other_and_are_safe_for_go_templates(tmp_path: Path) -> None:
+    files = rendered(REFERENCE, tmp_path)
+    pages = {
+        name.removeprefix("prometheus/consoles/"): text
+        for name, text in files.items()
+        if name.startswith("prometheus/consoles/")
+    }
+    assert len(pages) > len(ALERTS)
+    for text in pages.values():
+        assert "{{" not in text
+        for link in re.findall(r'href="([^"]+)"', text):
+            assert link in pages or link.startswith(("http://", "https://"))

@@ -498,3 +498,36 @@ def test_kv_config_is_one_line_of_json(tmp_path: Path) -> None:
     assert "\n" not in text
     assert json.loads(text)
     assert yaml.safe_load(text) == json.loads(text)
+
+
+def test_all_legs_are_told_where_the_secret_is_and_no_script_holds_one(tmp_path: Path) -> None:
+    render(spec(kv_transfer={"secret_file": "~/secret"}, router={"port": 8000}), tmp_path)
+    (tmp_path / "secret").write_text("f" * 64)
+    for leg in ("prefill-0.sh", "decode-0.sh", "router-0.sh"):
+        assert run(tmp_path, leg).env["PD_SECRET_FILE"] == f"{tmp_path}/secret"
+
+
+def test_without_a_secret_in_the_spec_the_nodes_own_is_taken(tmp_path: Path) -> None:
+    files = render(spec(), tmp_path)
+    assert "PD_SECRET_FILE" not in run(tmp_path, "prefill-0.sh").env
+    assert "openssl rand -hex 32" in files["prefill-0.sh"]
+
+
+def test_every_plugin_that_vllm_would_load_stays_loaded(tmp_path: Path) -> None:
+    """VLLM_PLUGINS must name ours for its HTTP routes, and then names all there are."""
+    own = Path(sys.executable).parent
+    call = "from pd_connector.check import plugins; print(','.join(plugins()))"
+    named = subprocess.run(
+        [own / "python", "-c", call], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert "pd_connector" in named.split(",")
+    files = render(spec(), tmp_path)
+    assert 'print(",".join(plugins()))' in files["prefill-0.sh"]
+    assert "VLLM_PLUGINS" in run(tmp_path, "prefill-0.sh").env
+
+
+@pytest.mark.parametrize(("vllm", "told"), [("0.31.0", True), ("0.32.0", False)])
+def test_ranks_are_told_as_long_as_vllm_takes_them(vllm: str, told: bool, tmp_path: Path) -> None:
+    render(spec(engine={"vllm": vllm}), tmp_path)
+    kv = run(tmp_path, "prefill-0.sh").kv
+    assert ("kv_rank" in kv, "kv_parallel_size" in kv) == (told, told)

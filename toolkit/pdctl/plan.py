@@ -13,10 +13,11 @@ from pd_connector.contract import (
     HIGH_WATER_KEY,
     SECRET_FILE_VARIABLE,
 )
+from pd_connector.telemetry import RESOURCE_DEPLOYMENT, RESOURCE_LEG
 from pdctl.spec.model import Leg as LegSpec
-from pdctl.spec.model import Role, Spec
+from pdctl.spec.model import Observability, Role, Spec
 from pdctl.spec.units import GIB, format_number
-from pdctl.spec.versions import cross_layers
+from pdctl.spec.versions import cross_layers, has_kv_rank
 
 NONCE = "{nonce}"
 """Stands in an engine id for the part that a start fills in."""
@@ -171,7 +172,7 @@ def _engine(spec: Spec, base: Path, role: str, index: int, leg: LegSpec, on: boo
         venv=venv,
         python=python,
         command=command,
-        env=(*_secret(spec, base), *_environment(spec, role, settings, leg)),
+        env=(*_secret(spec, base), *_environment(spec, name, role, settings, leg)),
         flags=tuple(_flags(spec, base, role, settings, leg)),
         kv_config=_kv_config(spec, role, index, leg, on),
     )
@@ -186,7 +187,9 @@ def _secret(spec: Spec, base: Path) -> Iterator[Variable]:
         )
 
 
-def _environment(spec: Spec, role: str, settings: Role, leg: LegSpec) -> Iterator[Variable]:
+def _environment(
+    spec: Spec, name: str, role: str, settings: Role, leg: LegSpec
+) -> Iterator[Variable]:
     if spec.fabric.provider:
         yield Variable(
             "FI_PROVIDER",
@@ -210,6 +213,7 @@ def _environment(spec: Spec, role: str, settings: Role, leg: LegSpec) -> Iterato
         yield Variable(
             "NIXL_LOG_LEVEL", spec.observability.nixl_log_level, "What NIXL itself logs."
         )
+    yield from _trace_environment(spec, name)
     yield from _cross_layer_environment(spec)
     sources = [
         (spec.engine.env, "From engine.env."),
@@ -222,6 +226,28 @@ def _environment(spec: Spec, role: str, settings: Role, leg: LegSpec) -> Iterato
     }
     # In one order whatever the file's is: a spec that only moves keys changes no script.
     yield from (merged[name] for name in sorted(merged))
+
+
+def _traces_endpoint(seen: Observability) -> str:
+    """Where engines send spans; by HTTP they post to exactly this URL."""
+    endpoint = seen.otlp_endpoint or ""
+    if seen.otlp_protocol == "grpc" or endpoint.rstrip("/").endswith("/v1/traces"):
+        return endpoint
+    return f"{endpoint.rstrip('/')}/v1/traces"
+
+
+def _trace_environment(spec: Spec, name: str) -> Iterator[Variable]:
+    if spec.observability.otlp_endpoint:
+        yield Variable(
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+            spec.observability.otlp_protocol,
+            "How spans travel to the collector.",
+        )
+        yield Variable(
+            "OTEL_RESOURCE_ATTRIBUTES",
+            f"{RESOURCE_LEG.name}={name},{RESOURCE_DEPLOYMENT.name}={spec.name}",
+            "Whose spans they are.",
+        )
 
 
 def _cross_layer_environment(spec: Spec) -> Iterator[Variable]:
@@ -287,7 +313,7 @@ def _flags(spec: Spec, base: Path, role: str, settings: Role, leg: LegSpec) -> I
     )
     if spec.observability.otlp_endpoint:
         yield Flag(
-            ("--otlp-traces-endpoint", spec.observability.otlp_endpoint), "vLLM's own spans."
+            ("--otlp-traces-endpoint", _traces_endpoint(spec.observability)), "vLLM's own spans."
         )
     yield Flag(("--host", leg.listen_host), "Address to listen on.")
     yield Flag(("--port", str(leg.port)), "HTTP port.")
@@ -334,11 +360,16 @@ def _kv_config(spec: Spec, role: str, index: int, leg: LegSpec, on: bool) -> dic
         "kv_buffer_device": kv.buffer_device or spec.engine.device,
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
         "engine_id": engine_id,
-        "kv_rank": 0 if role == "prefill" else 1,
-        "kv_parallel_size": 2,
+        **_ranks(spec, role),
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": extra,
     }
+
+
+def _ranks(spec: Spec, role: str) -> dict[str, int]:
+    if not has_kv_rank(spec):
+        return {}
+    return {"kv_rank": 0 if role == "prefill" else 1, "kv_parallel_size": 2}
 
 
 def _router(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -> Leg:

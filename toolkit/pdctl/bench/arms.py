@@ -7,67 +7,71 @@ from typing import Any
 from pd_connector.contract import Route
 from pdctl.errors import PdctlError
 from pdctl.spec import Spec
-from pdctl.spec.model import Router
-
-ROUTE_PIN = "route"
-"""Key of the spec's router section that pins the route."""
 
 
 @dataclass(frozen=True)
 class Arm:
     """One way of serving the same load.
 
-    ``bidirectional`` and ``route`` None: as the spec has it. ``by_client``: the route is forced
-    by what the client sends, since the router cannot pin it.
+    ``bidirectional`` None: as the spec has it. ``route``: the way that turns are meant to go, None:
+    as the router chooses. ``asks``: the client asks for it, turn by turn, in a request header.
+    ``names``: False where the client leaves the conversation's name out, so that nothing can be
+    read back. ``pin``: the router is pinned to it in the spec.
     """
 
     name: str
     bidirectional: bool | None = None
     route: str | None = None
-    by_client: bool = False
+    asks: str | None = None
+    names: bool = True
+    pin: str | None = None
     url: str | None = None
 
     def described(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    @property
-    def reads_back(self) -> bool:
-        """Whether its later turns are expected to read decode's blocks."""
-        if self.route is not None:
-            return self.route == Route.READBACK.value
-        return self.bidirectional is not False
 
-
-ON = Arm("on", bidirectional=True)
-OFF = Arm("off", bidirectional=False)
+_READBACK, _RECOMPUTE, _APPEND = (
+    Route.READBACK.value,
+    Route.RECOMPUTE.value,
+    Route.APPEND.value,
+)
+KNOWN = {
+    arm.name: arm
+    for arm in (
+        Arm("off", bidirectional=False),
+        # What the article calls on: prefill reads, also where the router would know better.
+        Arm("on", bidirectional=True, asks=_READBACK),
+        Arm("auto", bidirectional=True),
+        Arm(_RECOMPUTE, bidirectional=True, route=_RECOMPUTE, asks=_RECOMPUTE),
+        Arm(_READBACK, bidirectional=True, route=_READBACK, asks=_READBACK),
+        # No client may ask for this one: it takes time from running answers.
+        Arm(_APPEND, bidirectional=True, route=_APPEND, pin=_APPEND),
+    )
+}
 
 
 def arms_named(names: str) -> list[Arm]:
-    """Of ``--arms``: on, off, recompute, readback, append, separated by commas.
+    """Of ``--arms``: names of :data:`KNOWN`, separated by commas.
 
     Raises:
         PdctlError: another name, or one twice.
     """
-    can_pin = ROUTE_PIN in Router.model_fields
-    known = {arm.name: arm for arm in (ON, OFF)} | {
-        route.value: Arm(route.value, True, route.value, by_client=not can_pin) for route in Route
-    }
     wanted = [name.strip() for name in names.split(",")]
     for name in wanted:
-        if name not in known:
-            raise PdctlError(f"--arms: {name!r} is none of {', '.join(known)}", 2)
+        if name not in KNOWN:
+            raise PdctlError(f"--arms: {name!r} is none of {', '.join(KNOWN)}", 2)
     if len(set(wanted)) != len(wanted):
         raise PdctlError("--arms: names one twice", 2)
-    return [known[name] for name in wanted]
+    return [KNOWN[name] for name in wanted]
 
 
 def spec_of(spec: Spec, arm: Arm) -> Spec:
-    """The spec as the arm needs it."""
+    """The spec as the arm needs it. A route that the spec pins gives way."""
     kv, router = spec.kv_transfer, spec.router
     if arm.bidirectional is not None:
         kv = kv.model_copy(update={"bidirectional": arm.bidirectional})
-    if arm.route is not None and not arm.by_client:
-        router = router.model_copy(update={ROUTE_PIN: arm.route})
+        router = router.model_copy(update={"route": arm.pin or "auto"})
     return spec.model_copy(update={"kv_transfer": kv, "router": router})
 
 

@@ -83,6 +83,8 @@ class Target:
     session_header: str | None = None
     """Names the conversation in this header instead of the body's ``conversation_id``."""
     name_conversation: bool = True
+    route: str | None = None
+    """Asks pdctl's router for this route."""
 
 
 async def send(
@@ -101,6 +103,8 @@ async def send(
             headers[target.session_header] = conversation
         else:
             body[contract.CONVERSATION_ID] = conversation
+    if target.route:
+        headers[contract.HEADER_ROUTE] = target.route
     raw = json.dumps(body).encode()
     headers["Content-Type"] = "application/json"
     seen = Seen(time.perf_counter())

@@ -5,19 +5,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pdctl.bench.records import Run, load_run
+from pdctl.bench.records import SCHEMA, Run, load_run
+from pdctl.bench.upstream import read_stats
 from pdctl.errors import PdctlError
 
 
 def one_run(folders: Sequence[Path]) -> Run:
-    """The run of a folder, or of several folders whose arms have names of their own.
+    """The run of a folder, or of several whose arms have names of their own. A file stands for a
+    run of one arm with its name, as vLLM's multi-turn benchmark wrote it.
 
     What each arm was offered stays beside it, so that unequal loads are found.
 
     Raises:
         PdctlError: a folder holds no run, or two have an arm of the same name.
     """
-    runs = [load_run(folder) for folder in folders]
+    runs = [run_of_stats(path) if path.is_file() else load_run(path) for path in folders]
     if len(runs) == 1:
         return in_common(runs[0])
     arms: list[dict[str, Any]] = []
@@ -36,6 +38,32 @@ def one_run(folders: Sequence[Path]) -> Run:
         blocks=[block for run in runs for block in run.blocks],
         transfers=[transfer for run in runs for transfer in run.transfers],
     )
+
+
+def run_of_stats(path: Path) -> Run:
+    """A run out of a statistics file alone: its turns, and nothing that could prove anything.
+
+    Raises:
+        PdctlError: it is no such file (exit code 2).
+    """
+    rows = read_stats(path, path.stem)
+    conversations = len({row.conversation for row in rows})
+    workload = {
+        "kind": "multi-turn statistics",
+        "conversations": conversations,
+        "turns": len(rows),
+        "load": {"concurrency": None, "rate": None},
+    }
+    settings = {
+        "schema": SCHEMA,
+        "state": "complete",
+        "spec": None,
+        "arms": [{"name": path.stem}],
+        "repeats": 1,
+        "seed": None,
+        "workload": workload,
+    }
+    return Run(path, settings, rows, [], [], {})
 
 
 def in_common(run: Run) -> Run:

@@ -36,6 +36,8 @@ def expects_readback(arm: dict[str, Any]) -> bool | None:
     """Whether an arm's later turns have to read decode's blocks; None when it does not say."""
     if arm.get("route") is not None:
         return bool(arm["route"] == Route.READBACK.value)
+    if arm.get("bidirectional") and not arm.get("asks"):
+        return None
     if arm.get("bidirectional") is not None:
         return bool(arm["bidirectional"])
     return {"on": True, "off": False}.get(arm["name"])

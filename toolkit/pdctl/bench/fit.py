@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdctl.bench.evidence import expects_readback
 from pdctl.bench.records import Row, Run
-from pdctl.bench.stats import CONFIDENCE, Estimate, quantile
+from pdctl.bench.stats import CONFIDENCE, Estimate, difference, quantile
 from pdctl.errors import PdctlError
 
 LEAST_POINTS = 6
@@ -66,6 +66,9 @@ class Fit:
     shortest_read: int
     points: tuple[int, int]
     """How many turns the two curves come from."""
+    measured: list[tuple[int, Estimate]]
+    """Tokens read, and what that saved against computing the same prompts, in ms of prefill; only
+    for prompts that were measured both ways."""
 
 
 def fit(run: Run) -> Fit:
@@ -105,7 +108,25 @@ def fit(run: Run) -> Fit:
         longest=longest,
         shortest_read=min(row.tokens_read or 0 for row in read),
         points=(len(computed), len(read)),
+        measured=_measured(computed, read),
     )
+
+
+def _measured(computed: Sequence[Row], read: Sequence[Row]) -> list[tuple[int, Estimate]]:
+    found = []
+    for tokens, prompt in sorted({(r.tokens_read or 0, r.prompt_tokens or 0) for r in read}):
+        saved = difference(
+            [r.prefill_ms or 0.0 for r in computed if r.prompt_tokens == prompt],
+            [
+                r.prefill_ms or 0.0
+                for r in read
+                if (r.tokens_read, r.prompt_tokens) == (tokens, prompt)
+            ],
+            f"{tokens}",
+        )
+        if saved is not None:
+            found.append((tokens, saved))
+    return found
 
 
 def _interval(value: float, drawn: Sequence[float]) -> Estimate:

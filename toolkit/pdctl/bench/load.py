@@ -44,15 +44,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Site:
-    """Where an arm's turns go, and the engines behind it as far as they are known.
-
-    ``append_url``: decode's own URL, to which turns after a conversation's first go when the
-    arm appends without a router that can.
-    """
+    """Where an arm's turns go, and the engines behind it as far as they are known."""
 
     target: Target
     engines: list[EngineLeg] = field(default_factory=list)
-    append_url: str | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ class Loader:
             gap = None if ended is None else began - ended
             seen = await send(
                 self._client,
-                self._target(number),
+                self._site.target,
                 prompt,
                 plan.answer_tokens,
                 name,
@@ -150,12 +145,6 @@ class Loader:
             if seen.error is not None:
                 return
             talk.take_answer(seen)
-
-    def _target(self, number: int) -> Target:
-        if self._site.append_url is None or number == 1:
-            return self._site.target
-        target = self._site.target
-        return Target(self._site.append_url, target.model, target.key, name_conversation=False)
 
     async def _counters(self) -> dict[str, Counters] | None:
         if not self._stretch.per_turn_counters:
@@ -210,8 +199,7 @@ class Loader:
             read_ms=told(contract.HEADER_READ_MS, float),
             read_bytes=told(contract.HEADER_READ_BYTES, int),
             outcome=told(contract.HEADER_REUSE, str),
-            route=told(contract.HEADER_ROUTE, str)
-            or ("append" if self._site.append_url and number > 1 else None),
+            route=told(contract.HEADER_ROUTE, str),
             answer=seen.answer_digest,
             first_token=seen.first_token,
             first_logprob=seen.first_logprob,
@@ -295,11 +283,9 @@ def _with_counters(
     values["cached_tokens"] = int(total("prefill", engines.LOCAL))
     values["decode_cached_tokens"] = int(total("decode", engines.LOCAL))
     if total("prefill", "nixl_transfers"):
-        if values["read_ms"] is None:
-            values["read_ms"] = _rounded(total("prefill", "nixl_seconds") * 1000)
+        values["read_ms"] = _rounded(total("prefill", "nixl_seconds") * 1000)
         values["read_post_ms"] = _rounded(total("prefill", "nixl_post_seconds") * 1000)
-        if values["read_bytes"] is None:
-            values["read_bytes"] = int(total("prefill", "nixl_bytes"))
+        values["read_bytes"] = int(total("prefill", "nixl_bytes"))
         values["read_descriptors"] = int(total("prefill", "nixl_descriptors"))
     if total("decode", "nixl_transfers"):
         values["pull_ms"] = _rounded(total("decode", "nixl_seconds") * 1000)

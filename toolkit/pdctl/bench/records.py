@@ -146,8 +146,7 @@ class RunFolder:
         self._replace(ENVIRONMENT_FILE, environment)
 
     def add_row(self, row: Row) -> None:
-        values = {name: value for name, value in vars(row).items() if value is not None}
-        self._append(ROWS_FILE, values)
+        self._append(ROWS_FILE, _told(row))
 
     def add_block(self, block: Block) -> None:
         self._append(BLOCKS_FILE, vars(block))
@@ -161,16 +160,20 @@ class RunFolder:
         self._streams.clear()
 
     def drop_unfinished(self) -> None:
-        """Forget rows of stretches that were cut off: their block was never written."""
+        """Forget stretches that were cut off, whose block was never written, and those in which
+        a turn failed."""
         run = load_run(self.folder)
-        finished = {(block.arm, block.repeat) for block in run.blocks}
-        kept = [row for row in run.rows if (row.arm, row.repeat) in finished]
-        draft = self.folder / f".{ROWS_FILE}.new"
+        failed = {(row.arm, row.repeat) for row in run.rows if row.error is not None}
+        blocks = [block for block in run.blocks if (block.arm, block.repeat) not in failed]
+        kept = {(block.arm, block.repeat) for block in blocks}
+        self._rewrite(BLOCKS_FILE, [vars(block) for block in blocks])
+        self._rewrite(ROWS_FILE, [_told(row) for row in run.rows if (row.arm, row.repeat) in kept])
+
+    def _rewrite(self, name: str, lines: list[dict[str, Any]]) -> None:
+        draft = self.folder / f".{name}.new"
         with draft.open("w", encoding="utf-8") as stream:
-            for row in kept:
-                values = {name: value for name, value in vars(row).items() if value is not None}
-                stream.write(json.dumps(values) + "\n")
-        draft.rename(self.folder / ROWS_FILE)
+            stream.writelines(json.dumps(line) + "\n" for line in lines)
+        draft.rename(self.folder / name)
 
     def _replace(self, name: str, value: dict[str, Any]) -> None:
         draft = self.folder / f".{name}.new"
@@ -184,6 +187,10 @@ class RunFolder:
         stream.write(json.dumps(value) + "\n")
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _told(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in vars(row).items() if value is not None}
 
 
 def load_run(folder: Path) -> Run:

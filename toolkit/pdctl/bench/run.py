@@ -114,7 +114,7 @@ class DeploymentPlace:
         deployment = plan(spec_of(self._spec, arm), self._base)
         before = self._running
         if deployment != before:
-            if not (self._attach and before is None and arm.route is None):
+            if not (self._attach and before is None and arm.bidirectional is None):
                 self._bring_up(deployment)
             self._running = deployment
         fresh = before is None or before.engines != deployment.engines
@@ -122,13 +122,13 @@ class DeploymentPlace:
 
     def _site(self, deployment: Deployment, arm: Arm) -> Site:
         legs = [EngineLeg(leg.name, leg.role, leg.url) for leg in deployment.engines]
-        recompute = arm.by_client and arm.route == "recompute"
         target = Target(
-            deployment.router.url, deployment.served_name, name_conversation=not recompute
+            deployment.router.url,
+            deployment.served_name,
+            name_conversation=arm.names,
+            route=arm.asks,
         )
-        append = arm.by_client and arm.route == "append"
-        decode = deployment.role("decode")[0].url
-        return Site(target, legs, decode if append else None)
+        return Site(target, legs)
 
     def logs(self) -> dict[str, tuple[str, str]]:
         if self._running is None:
@@ -178,6 +178,7 @@ class Runner:
         self._exact = True
         self._said_at = 0.0
         self._warm: set[str] = set()
+        self._tokenizers: dict[str, Tokenizer] = {}
 
     def go(self, settings: dict[str, Any]) -> None:
         """Run what is not yet done.
@@ -225,7 +226,9 @@ class Runner:
             if not described:
                 self._out.write_environment(environment(site.engines))
                 described = True
-            tokenizer = self._await(self._tokenizer(site))
+            if fresh or site.target.url not in self._tokenizers:
+                self._tokenizers[site.target.url] = self._await(self._tokenizer(site))
+            tokenizer = self._tokenizers[site.target.url]
             self._exact = tokenizer.exact
             if fresh and self._options.age:
                 self._age(site, tokenizer, arm)
@@ -245,7 +248,7 @@ class Runner:
         what a restarted router needs."""
         conversations = self._options.workload.warmup
         if arm.name in self._warm:
-            if arm.route is None:
+            if arm.pin is None:
                 return
             first = conversations[0]
             conversations = (Conversation(first.id, first.turns[:2]),)
@@ -381,7 +384,8 @@ class Runner:
             for arm, _ in todo
         )
         names = [arm.name for arm, _ in todo if arm.name not in self._took]
-        restarts = len({*names}) if any(arm.route is None for arm, _ in todo) else 0
+        restart = len({arm.bidirectional for arm in self._options.arms}) > 1
+        restarts = len({*names}) if restart else 0
         start = sum(self._starts) / len(self._starts) if self._starts else 0.0
         return took + restarts * start
 

@@ -64,6 +64,20 @@ def ratio(above: Sequence[float], below: Sequence[float], seed: str = "") -> Est
     return _estimate(statistics.median(above) / statistics.median(below), one)
 
 
+def difference(above: Sequence[float], below: Sequence[float], seed: str = "") -> Estimate | None:
+    """Difference of the medians; None without enough samples."""
+    if min(len(above), len(below)) < LEAST_SAMPLES:
+        return None
+    draw = random.Random(f"difference {seed}")
+
+    def one() -> float:
+        return _median(draw.choices(above, k=len(above))) - _median(
+            draw.choices(below, k=len(below))
+        )
+
+    return _estimate(statistics.median(above) - statistics.median(below), one)
+
+
 def median_interval(values: Sequence[float], seed: str = "") -> Estimate | None:
     """The median and its interval; None without enough samples."""
     if len(values) < LEAST_SAMPLES:

@@ -119,7 +119,7 @@ def _chat_template(text: str) -> jinja2.Template:
 
 
 class EstimatingTokenizer:
-    """Where no tokenizer can be had: lengths by what the endpoint counted of two probes.
+    """Where no tokenizer can be had: lengths by what the endpoint counted of three probes.
 
     The rows then hold the lengths that the endpoint counted, near the ones asked for.
     """
@@ -128,20 +128,29 @@ class EstimatingTokenizer:
 
     def __init__(self, count: Callable[[Messages], Awaitable[int]]) -> None:
         self._count = count
-        self._line: tuple[float, float] | None = None
+        self._probed: tuple[float, float, float] | None = None
 
     async def count_chat(self, messages: Messages) -> int:
-        if self._line is None:
-            sizes = (500, 4000)
-            counted = []
-            for size in sizes:
-                probe = [{"role": "user", "content": fresh_text(f"probe {size}", size)}]
-                counted.append(await self._count(probe))
-            slope = (counted[1] - counted[0]) / (sizes[1] - sizes[0])
-            self._line = (counted[0] - slope * sizes[0], slope)
-        base, slope = self._line
+        if self._probed is None:
+            self._probed = await self._probe()
+        first, per_message, per_character = self._probed
         characters = sum(len(str(message.get("content") or "")) for message in messages)
-        return round(base + slope * characters)
+        return round(first + per_message * (len(messages) - 1) + per_character * characters)
+
+    async def _probe(self) -> tuple[float, float, float]:
+        """Tokens of a message without text, of each further one, and of a character."""
+        short, long = 500, 4000
+        text = fresh_text("probe", long)
+        few = await self._count([{"role": "user", "content": text[:short]}])
+        many = await self._count([{"role": "user", "content": text}])
+        talk = [text[:short], text[short : 2 * short], text[2 * short : 3 * short]]
+        roles = ("user", "assistant", "user")
+        three = await self._count(
+            [{"role": role, "content": part} for role, part in zip(roles, talk, strict=True)]
+        )
+        per_character = (many - few) / (long - short)
+        per_message = (three - few - 2 * short * per_character) / 2
+        return few - short * per_character, per_message, per_character
 
     async def ids(self, text: str) -> list[int]:
         raise PdctlError(

@@ -1,9 +1,10 @@
 """From measurements to settings."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from pdctl.bench.arms import ROUTE_PIN, Arm
+from pdctl.bench.arms import arms_named
 from pdctl.bench.edit import with_value
 from pdctl.bench.fit import Fit, fit
 from pdctl.bench.records import Run
@@ -11,7 +12,6 @@ from pdctl.bench.ttl import Ttl, gaps_of, recommend_ttl
 from pdctl.bench.workload import MARGIN_TOKENS, Conversation, Load, Part, TurnPlan, Workload
 from pdctl.errors import PdctlError
 from pdctl.spec import Spec
-from pdctl.spec.model import Router
 
 READS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Tokens to read back, in the tuner's own load; as far as the model's length goes."""
@@ -19,11 +19,8 @@ ANSWER_TOKENS = 4
 NEW_TOKENS = 64
 STEP = 16
 """Thresholds are rounded up to a multiple of this many tokens."""
-ARMS = [
-    Arm("recompute", True, "recompute", by_client=True),
-    Arm("readback", True, "readback", by_client=True),
-]
-"""Both on one start: the client decides, by naming the conversation or not."""
+ARMS = arms_named("recompute,readback")
+"""Both on one start: the client asks for the route."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +42,7 @@ class Advice:
 def for_measuring(spec: Spec) -> Spec:
     """The spec with which even the smallest read is made."""
     kv = spec.kv_transfer.model_copy(update={"bidirectional": True, "recompute_threshold": 1})
-    router = spec.router
-    if ROUTE_PIN in Router.model_fields:
-        router = router.model_copy(update={ROUTE_PIN: "readback"})
-    return spec.model_copy(update={"kv_transfer": kv, "router": router})
+    return spec.model_copy(update={"kv_transfer": kv})
 
 
 def tuning_load(reads: tuple[int, ...], max_model_len: int) -> Workload:
@@ -85,7 +79,7 @@ def advise(run: Run, gaps: list[float], turns_per_second: float | None) -> Advic
     found = fit(run)
     threshold = None
     if found.break_even is not None:
-        threshold = max(STEP, -(-int(found.break_even.value) // STEP) * STEP)
+        threshold = max(STEP, math.ceil(found.break_even.value / STEP) * STEP)
     kv_tokens = min(
         (
             counters["kv_tokens"]

@@ -15,6 +15,7 @@ COMMANDS = {
     "status": "Show the legs of a deployment.",
     "logs": "Print a leg's log.",
     "doctor": "Say what is wrong with a deployment, on what evidence, and what to do.",
+    "runbook": "Show what to do about a finding, an alert or a symptom.",
     "collect": "Gather the evidence of a deployment into one file.",
     "verify": "Prove that a turn's KV really comes back from decode.",
     "demo": "Hold one conversation with bidirectional transfer on and off, side by side.",

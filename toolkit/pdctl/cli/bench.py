@@ -71,7 +71,7 @@ from pdctl.cli.progress import Progress
 @click.option(
     "--arms",
     default=None,
-    help="What to compare: on,off or recompute,readback,append.  [default: on,off]",
+    help="What to compare: off,on, or of recompute,readback,append,auto.  [default: off,on]",
 )
 @click.option("--repeats", type=click.IntRange(1), help="[default: 5]")
 @click.option(
@@ -206,7 +206,7 @@ def command(**given: Any) -> None:
     else:
         click.echo(as_text(result))
         click.echo(f"run: {folder} (pdctl report {folder} -o html)")
-    sys.exit(0 if result.comparable or len(run.arms) == 1 else 1)
+    sys.exit(result.code)
 
 
 def _run_name(spec: Path | None) -> str:

@@ -192,9 +192,9 @@ def _arms(asked: Asked) -> list[Arm]:
     if asked.arms is None and asked.attach:
         return [Arm("as-it-runs")]
     arms = arms_named(asked.arms or "off,on")
-    if asked.attach and any(arm.route is None for arm in arms):
+    if asked.attach and any(arm.bidirectional is False for arm in arms):
         raise PdctlError(
-            "--attach leaves the engines as they are: on and off need a restart; leave --arms out "
+            "--attach leaves the engines as they are and off needs a restart: leave --arms out, "
             "or compare routes",
             2,
         )

@@ -35,22 +35,24 @@ from pdctl.errors import PdctlError
 def command(runs: tuple[Path, ...], output: str, file: Path | None) -> None:
     """Show what a run found, or several one-armed runs (of equal load) against each other.
 
-    Exit code 1 when the evidence does not carry a comparison.
+    RUN is a folder of pdctl bench, or a file of vLLM's multi-turn benchmark.
+
+    Exit code 1 when a check fails or the evidence does not carry the comparison.
     """
     run = one_run(runs)
+    folder = runs[0] if runs[0].is_dir() else runs[0].parent
     result = result_of(run)
-    code = 0 if result.comparable or len(run.arms) == 1 else 1
     if output == "png":
         from pdctl.bench.report.png import write_png  # noqa: PLC0415
 
-        path = file or runs[0] / "report.png"
+        path = file or folder / "report.png"
         write_png(result, path)
         click.echo(str(path))
-        sys.exit(code)
+        sys.exit(result.code)
     if output == "stats":
-        for path in write_stats(run, str(file or runs[0] / "stats-{arm}.json")):
+        for path in write_stats(run, str(file or folder / "stats-{arm}.json")):
             click.echo(str(path))
-        sys.exit(code)
+        sys.exit(result.code)
     text = {
         "text": as_text,
         "html": as_html,
@@ -59,7 +61,7 @@ def command(runs: tuple[Path, ...], output: str, file: Path | None) -> None:
         "csv": as_csv,
     }[output](result)
     if file is None and output == "html":
-        file = runs[0] / "report.html"
+        file = folder / "report.html"
     if file is None:
         click.echo(text.rstrip("\n"))
     else:
@@ -68,4 +70,4 @@ def command(runs: tuple[Path, ...], output: str, file: Path | None) -> None:
         except OSError as error:
             raise PdctlError(f"{file}: {error.strerror}", 2) from None
         click.echo(str(file))
-    sys.exit(code)
+    sys.exit(result.code)

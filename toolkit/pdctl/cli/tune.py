@@ -140,6 +140,11 @@ def _print(advice: Advice) -> None:
         f"reading: {number(fit.costs.reuse[0])} ms and {1000 * fit.costs.reuse[1]:.2f} ms per "
         f"1,000 tokens{told}, from {read} turns"
     )
+    for tokens, saved in fit.measured:
+        click.echo(
+            f"  reading {tokens:>6,} tokens saves {saved.value:>8.1f} ms "
+            f"({saved.low:.1f} to {saved.high:.1f})"
+        )
     now = advice.now.get("recompute_threshold")
     if advice.threshold is None or fit.break_even is None:
         click.echo(

@@ -16,8 +16,8 @@ from pdctl.doctor.model import Excerpt, Pattern
 CONNECTOR_ACTIVE = Pattern(
     "pd-connector-active",
     (contract.LOG_CONNECTOR_ACTIVE,),
-    r"bidirectional=(?P<bidirectional>\S+) kv_recompute_threshold=(?P<threshold>\S+).*?"
-    r"decoder_kv_blocks_ttl=(?P<ttl>\S+).*?kv_load_failure_policy=(?P<policy>\S+)",
+    r"bidirectional=(?P<bidirectional>\S+) kv_recompute_threshold=(?P<threshold>\S+).{0,40}?"
+    r"decoder_kv_blocks_ttl=(?P<ttl>\S+).{0,40}?kv_load_failure_policy=(?P<policy>\S+)",
 )
 STREAM_ACTIVE = Pattern("pd-stream-active", (contract.LOG_STREAM_ACTIVE,))
 STREAM_INACTIVE = Pattern(
@@ -39,12 +39,13 @@ class Setting:
 @dataclass(frozen=True)
 class State:
     """What ``pdctl status`` says of a leg. ``phase``: healthy, starting, unhealthy, dead, or
-    "not started"."""
+    "not started". ``earlier_ends`` are the Unix times at which its earlier starts ended."""
 
     phase: str
     detail: str
     fatal: str
     started_at: float | None
+    earlier_ends: tuple[float, ...]
     excerpt: Excerpt
 
 
@@ -148,6 +149,7 @@ def state(leg: LegEvidence) -> State | None:
         str(row.get("detail", "")),
         str(row.get("fatal", "")),
         started if isinstance(started, float) else None,
+        tuple(end for end in row.get("earlier_ends", ()) if isinstance(end, float)),
         Excerpt(command.source, " ".join(f"{key}={value}" for key, value in shown.items())),
     )
 
@@ -192,14 +194,6 @@ def expects_efa(leg: LegEvidence, evidence: Evidence) -> bool:
     if said is not None:
         return "efa" in said and on_libfabric(leg, evidence)
     return on_libfabric(leg, evidence)
-
-
-def start_time(leg: LegEvidence) -> float | None:
-    """Unix time of the process's start."""
-    if leg.metrics and (value := leg.metrics.value("process_start_time_seconds")):
-        return value
-    found = state(leg)
-    return found.started_at if found else None
 
 
 def _flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -99,11 +99,6 @@ def rules(settings: Settings) -> dict[str, Any]:
     return {"groups": groups}
 
 
-def slugs() -> list[str]:
-    """Playbook pages that alerts name."""
-    return sorted({alert.slug for alert in ALERTS})
-
-
 def slug_of(name: str) -> str:
     """The playbook of an alert.
 

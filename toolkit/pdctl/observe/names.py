@@ -32,7 +32,7 @@ _TREE = f"""\
 """
 _CONVENTIONS = (
     (
-        "`gen_ai.operation.name`, `gen_ai.request.model`, `gen_ai.usage.*`, "
+        "`gen_ai.operation.name`, `gen_ai.request.model`, `gen_ai.usage.input_tokens`, "
         "`gen_ai.conversation.id`",
         f"on `{telemetry.SPAN_TURN.name}`, set by the router",
     ),
@@ -43,6 +43,10 @@ _CONVENTIONS = (
         " is the same quantity, with labels that the convention does not have",
     ),
     ("`service.name`, `service.instance.id`", "on every resource"),
+    (
+        f"`{telemetry.RESOURCE_LEG.name}`, `{telemetry.RESOURCE_DEPLOYMENT.name}` (ours)",
+        "on the resources of engine legs, vLLM's own spans included",
+    ),
 )
 
 
@@ -72,9 +76,6 @@ def _lines() -> Iterator[str]:
         "Added by pdctl's connector to an engine's `/metrics`; a stock connector has none of them.",
     )
     yield "## Engines: vLLM's own metrics that dashboards and alerts use"
-    yield ""
-    yield "To a Prometheus 2 that asks for OpenMetrics, vLLM's client library writes `vllm_` for"
-    yield "`vllm:`; the rendered scrape configuration sets it right."
     yield ""
     yield from _table(
         ("metric", "what"), ((f"`{name}`", text) for name, text in _USED_OF_VLLM.items())

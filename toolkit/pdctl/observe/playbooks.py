@@ -1,43 +1,29 @@
-"""The playbook pages that alerts and panels link to, as Prometheus serves them.
+"""The playbooks as HTML pages, as Prometheus serves them below ``/consoles/``.
 
-A playbook is a Markdown file ``PD####-SLUG.md`` with front matter. Prometheus serves what lies in
-its console folder below ``/consoles/``, after running it through Go's templates.
+It runs what lies in its console folder through Go's templates.
 """
 
-import importlib.resources
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from markdown_it import MarkdownIt
 
-if TYPE_CHECKING:
-    from importlib.abc import Traversable
-
-_NAME = re.compile(r"PD[0-9]+-(.+)\.md")
-_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+from pdctl.runbook import Playbook, playbooks
 
 
-def find(slug: str) -> "Traversable | None":
-    """The playbook of an alert's slug, or None."""
-    return _all().get(slug)
+def pages() -> Iterator[tuple[str, str, str]]:
+    """Slug, title and HTML body of every playbook."""
+    names = {page.name: f"{page.slug}.html" for page in playbooks()}
+    for page in playbooks():
+        yield page.slug, page.title, _body(page, names)
 
 
-def page(slug: str) -> tuple[str, str] | None:
-    """Title and HTML body of a playbook, or None when there is none."""
-    file = find(slug)
-    if file is None:
-        return None
-    text = _FRONT_MATTER.sub("", file.read_text(encoding="utf-8"))
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    heading = re.search(r"^# +(.+)$", text, re.MULTILINE)
+def _body(page: Playbook, names: dict[str, str]) -> str:
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    body = str(markdown.render(page.body))
+    # Pages link to each other's files.
+    body = re.sub(
+        r'href="([^"#:]+\.md)"', lambda match: f'href="{names.get(match[1], match[1])}"', body
+    )
     # Go's templates would take {{ for their own.
-    return (heading[1] if heading else slug), body.replace("{{", "&#123;&#123;")
-
-
-def _all() -> "dict[str, Traversable]":
-    try:
-        files = list(importlib.resources.files("pdctl.playbooks").iterdir())
-    except ModuleNotFoundError:
-        return {}
-    named = ((_NAME.fullmatch(file.name), file) for file in files)
-    return {match[1]: file for match, file in named if match}
+    return body.replace("{{", "&#123;&#123;")

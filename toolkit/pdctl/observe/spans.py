@@ -20,6 +20,8 @@ from pd_connector import telemetry
 from pdctl.errors import PdctlError
 
 _ERROR_CODES = (2, "STATUS_CODE_ERROR")
+_WHO = (telemetry.RESOURCE_LEG.name, "service.instance.id", "service.name")
+"""Attributes of a resource that tell whose spans it has, the best first."""
 _SEARCHED = 200
 """Traces that Tempo is asked for when one is to be found."""
 
@@ -144,7 +146,7 @@ def _spans(body: dict[str, Any]) -> Iterator[Span]:
     body = body.get("trace", body)
     for resource in body.get("resourceSpans") or body.get("batches") or ():
         about = _attributes(resource.get("resource", {}).get("attributes", ()))
-        service = str(about.get("service.instance.id") or about.get("service.name") or "?")
+        service = next((str(about[key]) for key in _WHO if about.get(key)), "?")
         for scope in resource.get("scopeSpans") or resource.get("instrumentationLibrarySpans", ()):
             for span in scope.get("spans", ()):
                 yield _span(span, service)

@@ -9,8 +9,8 @@ import yaml
 
 from pd_connector import telemetry
 from pd_connector.contract import Outcome
-from pdctl.observe import playbooks
-from pdctl.observe.alerts import JOB, Settings, rules, slugs
+from pdctl.observe.alerts import JOB, Settings, rules
+from pdctl.observe.playbooks import pages
 from pdctl.observe.promql import span
 from pdctl.plan import Deployment
 from pdctl.render import File, template
@@ -70,17 +70,13 @@ def prometheus_files(spec: Spec, deployment: Deployment) -> list[tuple[str, str]
     rule_text = yaml.safe_dump(
         rules(alert_settings(spec, deployment)), sort_keys=False, width=1000, allow_unicode=True
     )
-    pages = [(slug, playbooks.page(slug)) for slug in slugs()]
+    page = template("playbook.html.j2")
     return [
         ("prometheus.yml", config),
         ("rules.yml", rule_text),
         *(
-            (
-                f"consoles/{slug}.html",
-                template("playbook.html.j2").render(title=html.escape(page[0]), body=page[1]),
-            )
-            for slug, page in pages
-            if page
+            (f"consoles/{slug}.html", page.render(title=html.escape(title), body=body))
+            for slug, title, body in pages()
         ),
     ]
 

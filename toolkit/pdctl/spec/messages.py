@@ -27,6 +27,7 @@ _LIMITS = {
     "greater_than": ("gt", "more than"),
     "greater_than_equal": ("ge", "at least"),
     "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
 }
 
 

@@ -12,6 +12,10 @@ CROSS_LAYER_KEY_UNTIL = (0, 29)
 """``enable_cross_layers_blocks`` exists in vLLM before this version; later ones choose the
 layout by ``VLLM_KV_CACHE_LAYOUT``."""
 
+KV_RANK_UNTIL = (0, 32)
+"""vLLM before this version has ``kv_rank`` and ``kv_parallel_size``, which NIXL does not need;
+later ones refuse them."""
+
 _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?(?:[.+a-z][a-z0-9.+-]*)?")
 
 
@@ -23,6 +27,11 @@ def version(text: str) -> tuple[int, ...]:
 
 def vllm_version(spec: Spec) -> tuple[int, ...]:
     return version(spec.engine.vllm)
+
+
+def has_kv_rank(spec: Spec) -> bool:
+    """Whether a kv-transfer-config may tell ranks."""
+    return vllm_version(spec) < KV_RANK_UNTIL
 
 
 def cross_layers(spec: Spec) -> Literal["key", "layout", "off"]:

@@ -10,8 +10,11 @@ import zlib
 from typing import Any
 
 LOAD_FORMAT = "pd_random"
-SHARPNESS = 4.0
-"""Standard deviation of attention logits: 1 would average over the whole prompt."""
+SHARPNESS = 2.0
+"""Standard deviation of attention logits. At 1 an answer hardly depends on single tokens of a long
+prompt. At 4 rounding in bfloat16 decides over 64 layers: 18 % of the first tokens are those of
+float32, against 95 % at 2, where none survives wrong KV for half the prompt (simulated with a
+narrow model of 64 layers and 640 tokens)."""
 
 
 def register() -> None:

@@ -89,7 +89,7 @@ class _Frame:
 def _frame(width: int, height: int, most: float) -> tuple[_Frame, list[float]]:
     ticks = _ticks(most)
     left = 16 + _CHARACTER * max(len(_value(tick)) for tick in ticks)
-    return _Frame(width, height, left, width - 14, 22, height - 40, ticks[-1]), ticks
+    return _Frame(width, height, left, width - 14, 30, height - 40, ticks[-1]), ticks
 
 
 def _axes(frame: _Frame, ticks: Sequence[float], y_title: str, x_title: str) -> str:

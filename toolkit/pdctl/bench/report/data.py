@@ -18,7 +18,7 @@ MANY_DESCRIPTORS = 500
 by the link. Few descriptors posted slowly mean that posting itself copies, as between processes
 of one host without a GPU."""
 
-NEAR = 0.2
+NEAR = 0.15
 """A measured prompt length stands beside one of the article's when it differs by less."""
 
 
@@ -91,6 +91,12 @@ class Result:
     def comparable(self) -> bool:
         """The evidence carries a comparison."""
         return len(self.arms) > 1 and not self.problems
+
+    @property
+    def code(self) -> int:
+        """Exit code: 1 when a check fails, or when a comparison was asked for and does not hold."""
+        failed = any(check.ok is False for check in self.checks)
+        return int(failed or (len(self.arms) > 1 and not self.comparable))
 
     @property
     def problems(self) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pdctl.bench.report.article import MACHINES
 from pdctl.bench.report.data import Result
-from pdctl.bench.report.text import ms, number, speed, times, verdict_line
+from pdctl.bench.report.text import ms, number, speed, times, verdict_line, whole
 
 
 def as_markdown(result: Result) -> str:
@@ -44,8 +44,8 @@ def lengths_table(result: Result) -> str:
                 ms(cell.prefill),
                 ms(cell.read_ms),
                 speed(cell),
-                "-" if cell.descriptors is None else f"{cell.descriptors:.0f}",
-                "-" if cell.tokens_read is None else f"{cell.tokens_read:,.0f}",
+                whole(cell.descriptors),
+                whole(cell.tokens_read),
             )
             for group in result.by_length
             for arm, cell in group.cells.items()

@@ -8,10 +8,10 @@ from pdctl.bench.report.article import MACHINES
 from pdctl.bench.report.charts import Bars, Line, Piece, Point
 from pdctl.bench.report.data import Group, Result, versions
 from pdctl.bench.report.style import STYLE
-from pdctl.bench.report.text import ms, number, speed, times
+from pdctl.bench.report.text import ms, number, speed, times, whole
 from pdctl.bench.stats import Summary
 
-_WIDE, _NARROW = 640, 350
+_WIDE, _NARROW = 560, 350
 """Widths of the charts on a wide and on a narrow screen, in CSS pixels."""
 
 
@@ -28,11 +28,9 @@ def as_html(result: Result) -> str:
             _verdict(result),
             _headline(result),
             *(f"<p class='notice'>{escape(notice)}</p>" for notice in result.notices),
-            _ttft(result),
-            _prefill(result),
+            f"<div class='pair'>{_ttft(result)}{_prefill(result)}</div>",
             _lengths(result),
-            _turns(result),
-            _outcomes(result),
+            f"<div class='pair'>{_turns(result)}{_outcomes(result)}</div>",
             _decode(result),
             _article(result),
             _evidence(result),
@@ -46,12 +44,13 @@ def as_html(result: Result) -> str:
 def _subtitle(result: Result) -> str:
     settings = result.run.settings
     about = settings.get("about") or {}
+    concurrency = settings["workload"]["load"]["concurrency"]
     told = [
         about.get("model") and f"model {about['model']}",
         about.get("device"),
         settings["workload"]["kind"],
         f"{settings.get('repeats')} repeats",
-        f"concurrency {settings['workload']['load']['concurrency']}",
+        concurrency and f"concurrency {concurrency}",
         settings.get("created"),
     ]
     return f"<p class='sub'>{escape(' · '.join(str(each) for each in told if each))}</p>"
@@ -223,8 +222,8 @@ def _lengths(result: Result) -> str:
             times(group.prefill_ratio.get(arm)),
             ms(cell.read_ms),
             speed(cell),
-            number(cell.descriptors) if cell.descriptors is not None else "-",
-            f"{cell.tokens_read:,.0f}" if cell.tokens_read is not None else "-",
+            whole(cell.descriptors),
+            whole(cell.tokens_read),
             _outside(cell.outside_ms, cell.ttft),
         )
         for group in result.by_length
@@ -287,7 +286,7 @@ def _decode(result: Result) -> str:
             ms(cost.tpot),
             number(cost.tpot.p90 if cost.tpot else None),
             "-" if cost.most_kv_usage is None else f"{cost.most_kv_usage:.0%}",
-            number(cost.preemptions) if cost.preemptions is not None else "-",
+            whole(cost.preemptions),
         )
         for arm, cost in result.decode.items()
     ]

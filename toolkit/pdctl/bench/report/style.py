@@ -10,7 +10,7 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--fg);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-main{max-width:1180px;margin:0 auto;padding:24px 20px 60px}
+main{max-width:1240px;margin:0 auto;padding:24px 20px 60px}
 h1{font-size:25px;line-height:1.25;margin:0 0 4px}
 h2{font-size:17px;margin:34px 0 8px}
 .sub,.note{color:var(--soft);margin:4px 0 0}.note{font-size:13px}.sub{margin-bottom:16px}
@@ -29,6 +29,8 @@ min-width:150px;flex:0 1 230px}
 .card small{color:var(--soft)}
 .key{display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:7px}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;font-size:13px;margin:2px 0 4px}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(560px,100%),1fr));
+gap:0 24px}
 .chart.narrow{display:none}.chart svg{display:block;max-width:100%}
 svg text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:var(--soft);
 font-variant-numeric:tabular-nums}
@@ -44,7 +46,7 @@ svg .o-append{fill:var(--arm2)}svg .o-miss,svg .o-disabled{fill:var(--arm0)}
 svg .o-failed,svg .o-error,svg .o-expired,svg .o-history_changed{fill:var(--bad)}
 .scroll{overflow-x:auto;border:1px solid var(--rule);border-radius:8px;background:var(--card)}
 table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
-th,td{padding:6px 11px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
+th,td{padding:6px 9px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
 th{color:var(--soft);font-weight:600}tbody tr:last-child td{border-bottom:0}
 th:first-child,td:first-child{text-align:left}
 details table td{white-space:normal;text-align:left}details table th{text-align:left}

@@ -20,6 +20,10 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
 
 
+def whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
 def times(estimate: Estimate | None) -> str:
     """A ratio with its interval."""
     if estimate is None:
@@ -93,8 +97,8 @@ def _lengths(result: Result) -> Table:
                 times(group.prefill_ratio.get(arm)),
                 ms(cell.read_ms),
                 speed(cell),
-                "-" if cell.descriptors is None else f"{cell.descriptors:.0f}",
-                "-" if cell.tokens_read is None else f"{cell.tokens_read:,.0f}",
+                whole(cell.descriptors),
+                whole(cell.tokens_read),
                 ms(cell.tpot),
             )
     return table

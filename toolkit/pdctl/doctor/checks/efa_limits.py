@@ -6,7 +6,14 @@ import re
 from collections.abc import Iterator
 
 from pdctl.doctor.checks.efa_devices import empty_efa
-from pdctl.doctor.checks.reading import LOG_SETTINGS, any_seen, seen, tcp_is_meant, wants_gpu
+from pdctl.doctor.checks.reading import any_seen, seen
+from pdctl.doctor.checks.settings import (
+    LOG_SETTINGS,
+    config_values,
+    number,
+    tcp_is_meant,
+    wants_gpu,
+)
 from pdctl.doctor.evidence.facts import Command, Evidence, LegEvidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
 
@@ -35,13 +42,13 @@ CANNOT_LOCK = Pattern(
         "memlock",
     ),
     r"\(4112\)|post internal receive buffers|Libfabric error: \(-?12\)"
-    r"|set max locked memory|(?i:memlock).*(?:too low|limit|insufficient|exceed)",
+    r"|set max locked memory|(?i:memlock).{0,400}(?:too low|limit|insufficient|exceed)",
 )
 REGISTRATION_NO_MEMORY = Pattern(
     "registration-no-memory",
     ("Unable to register MR", "fi_mr_reg failed", "ibv_reg_mr"),
-    r"(?:Unable to register MR(?: of (?P<bytes>\d+) bytes)?|fi_mr_reg failed|ibv_reg_mr\w*).*"
-    r"(?:Cannot allocate memory|ENOMEM)(?:.*?length[=:]? ?(?P<length>\d+))?",
+    r"(?:Unable to register MR(?: of (?P<bytes>\d+) bytes)?|fi_mr_reg failed|ibv_reg_mr\w*).{0,400}"
+    r"(?:Cannot allocate memory|ENOMEM)(?:.{0,400}?length[=:]? ?(?P<length>\d+))?",
 )
 NO_HMEM = Pattern(
     "no-hmem",
@@ -60,8 +67,9 @@ GPU_REGISTRATION = Pattern(
         "gdr_pin_buffer failed",
         "get_dmabuf_fd",
     ),
-    r"(?:register MR|fi_mr_reg\w*|ibv_reg_\w*mr\w*).*(?:Bad address|EFAULT|Operation not supported"
-    r"|Invalid argument)|register handle for GPU memory|get_dmabuf_fd.*fail",
+    r"(?:register MR|fi_mr_reg\w*|ibv_reg_\w*mr\w*).{0,400}"
+    r"(?:Bad address|EFAULT|Operation not supported"
+    r"|Invalid argument)|register handle for GPU memory|get_dmabuf_fd.{0,400}fail",
 )
 
 
@@ -100,7 +108,7 @@ def locked_limit(leg: LegEvidence) -> tuple[float, Excerpt] | None:
             return _bytes(match[1], 1), command.excerpt
         if "ulimit" in command.line and (
             match := re.search(
-                r"(?m)(?:max locked memory.*?)?\b(\d+|unlimited)\s*$", command.output
+                r"(?m)(?:max locked memory.{0,400}?)?\b(\d+|unlimited)\s*$", command.output
             )
         ):
             # ulimit -l counts KiB, but containers are often told bytes; either is too low.
@@ -179,7 +187,41 @@ def _no_peermem(leg: LegEvidence) -> Command | None:
     return None
 
 
+_HOST_POOL = re.compile(
+    r"(?i)(?:cpu|host)\w*(?:cache|offload|buffer|pool|kv)\w*?(?:_(?P<unit>gi?b|mi?b|bytes))?$"
+)
+_UNITS = {"g": 1.0, "m": 1 / 1024, "b": 1 / (1 << 30)}
+MOST_GIB = 90
+"""About what EFA registers in pages of 4 KiB."""
+
+
+def _pool_too_large(evidence: Evidence) -> Iterator[Answer]:
+    """The same from the configuration alone, before it is tried."""
+    for leg in evidence.legs:
+        pages = next(
+            (c.excerpt for c in leg.commands if re.search(r"HugePages_Total:\s+0\b", c.output)),
+            None,
+        )
+        for path, value in config_values(leg):
+            name = _HOST_POOL.search(path.rpartition(".")[2].replace("-", "_"))
+            size = number(value) if name else None
+            unit = (name["unit"] or "gib").lower()[0] if name else "g"
+            if pages and size and size * _UNITS[unit] > MOST_GIB:
+                yield Finding(
+                    leg.name,
+                    "likely",
+                    (Excerpt(f"{leg.name}/config.txt", f"{path}: {value}"), pages),
+                    f"A host buffer of {size * _UNITS[unit]:.0f} GiB in pages of 4 KiB is more "
+                    "than an EFA device registers at once, and no huge pages are set up.",
+                    "Set up huge pages (sysctl vm.nr_hugepages=N, 2 MiB each) or make the buffer "
+                    "smaller than 90 GiB.",
+                    severity="warning",
+                )
+
+
 def _too_many_pages(evidence: Evidence) -> Iterator[Answer]:
+    if not seen(evidence, REGISTRATION_NO_MEMORY):
+        yield from _pool_too_large(evidence)
     refused = seen(evidence, REGISTRATION_NO_MEMORY)
     for leg in evidence.legs:
         if leg.name not in refused.legs:
@@ -226,7 +268,7 @@ CHECKS = (
         _memlock,
         needs=("log|commands",),
         patterns=(CANNOT_LOCK, REGISTRATION_NO_MEMORY),
-        explains=("PD1015", "PD1065", "PD2009", "PD7001"),
+        explains=("PD1015", "PD2009", "PD7001"),
     ),
     Check(
         "PD1009",
@@ -237,7 +279,7 @@ CHECKS = (
         _gpu_memory,
         needs=("log|commands",),
         patterns=(NO_HMEM, GPU_REGISTRATION, *LOG_SETTINGS),
-        explains=("PD1015", "PD1064", "PD2009"),
+        explains=("PD1015", "PD2009"),
     ),
     Check(
         "PD7001",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.lines import EXPIRED_RELEASE, OUT_OF_MEMORY_KILL, UNRECOGNISED_READ
-from pdctl.doctor.checks.reading import LOG_SETTINGS, is_true, seen, setting
-from pdctl.doctor.evidence.facts import Evidence, LegEvidence
+from pdctl.doctor.checks.lines import EXPIRED_RELEASE, UNRECOGNISED_READ
+from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, number, setting
+from pdctl.doctor.evidence.facts import Evidence, Hit, LegEvidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
 
 PUSH_TIMEOUT = Pattern(
@@ -18,33 +18,21 @@ PUSH_TIMEOUT = Pattern(
 WAITING_FOR_REMOTE = Pattern(
     "waiting-for-remote-kv",
     ("still in WAITING_FOR_REMOTE_KVS", "KVPoll.WaitingForInput"),
-    r"(?P<request>\S+) is still in WAITING_FOR_REMOTE_KVS"
-    r"|(?P<gave_up>timed out after .* in KVPoll\.WaitingForInput)",
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,200})?\b(?P<request>\S+) is still in "
+    r"WAITING_FOR_REMOTE_KVS"
+    r"|(?P<gave_up>timed out after .{0,400} in KVPoll\.WaitingForInput)",
 )
-REJECTED = Pattern(
-    "request-refused",
-    ("400 Bad Request", "422 Unprocessable", "404 Not Found"),
-    r"POST /v1/\S+ HTTP/[\d.]+\" (?:400|404|422)",
+DEFERRED_LINE = Pattern(
+    "deferred-requests",
+    ("Deferred:",),
+    r"Running: (?P<running>\d+) reqs.{0,400}Deferred: (?P<deferred>[1-9]\d*) reqs",
 )
-RELEASE_CRASH = Pattern(
-    "release-crash",
-    ("update_from_kv_xfer_finished",),
+IDLE_LINE = Pattern(
+    "engine-load",
+    ("KV cache usage:",),
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,300})?Running: (?P<running>\d+) reqs"
+    r".{0,60}Waiting: (?P<waiting>\d+) reqs.{0,120}KV cache usage: (?P<usage>[\d.]+)%",
 )
-PEER_DOWN = Pattern(
-    "decode-down",
-    (
-        "connect error",
-        "onnection refused",
-        "ConnectError",
-        "no healthy upstream",
-        "OOMKilled",
-        "CrashLoopBackOff",
-        "EngineDeadError",
-    ),
-    r"(?i)(?:decode\S*.*(?:connect\w* ?error|connection refused|unreachable|no healthy|OOMKilled|"
-    r"CrashLoop|Error\s))|(?:connect\w* ?error|refused|no healthy upstream).*decode",
-)
-
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -68,6 +56,32 @@ def idle_usage(leg: LegEvidence) -> float | None:
     if not busy or any(busy) or values[-1] < values[0] - 0.005:
         return None
     return min(values)
+
+
+def _seconds(first: str | None, last: str | None) -> int:
+    """Seconds between two times of day, over midnight if need be; 0 when one is not known."""
+    if not first or not last:
+        return 0
+    start, end = (
+        sum(int(part) * unit for part, unit in zip(each.split(":"), (3600, 60, 1), strict=True))
+        for each in (first, last)
+    )
+    return (end - start) % 86_400
+
+
+def _idle_lines(leg: LegEvidence) -> tuple[float, int, tuple[Excerpt, ...]] | None:
+    """The least KV usage that the log shows at its end with nothing to do, and for how long."""
+    hits = leg.hits.get(IDLE_LINE.name)
+    idle: list[Hit] = []
+    for hit in reversed(hits.last if hits else []):
+        if hit.groups["running"] != "0" or hit.groups["waiting"] != "0":
+            break
+        idle.insert(0, hit)
+    if len(idle) < 2:
+        return None
+    span = _seconds(idle[0].groups.get("when"), idle[-1].groups.get("when"))
+    usages = [float(hit.groups["usage"]) / 100 for hit in idle]
+    return min(usages), span, (idle[0].excerpt, idle[-1].excerpt)
 
 
 def _push(evidence: Evidence) -> Iterator[Answer]:
@@ -122,61 +136,6 @@ def _blocked_reaper(evidence: Evidence) -> Iterator[Answer]:
     )
 
 
-_SEVERAL = re.compile(r'"(?:n|best_of)"\s*:\s*(?:[2-9]|[1-9]\d+)\b')
-
-
-def _several_answers(evidence: Evidence) -> Iterator[Answer]:
-    several = [
-        capture for leg in evidence.legs for capture in leg.http if _SEVERAL.search(capture.text)
-    ]
-    read, released = seen(evidence, UNRECOGNISED_READ), seen(evidence, EXPIRED_RELEASE, "prefill")
-    if several and (read or released):
-        yield Finding(
-            read.leg if read else released.leg,
-            "likely",
-            (several[0].excerpt, *(read or released).excerpts[:2]),
-            "Requests for several answers (n or best_of above 1) fan out on decode: it reports "
-            "several reads of one prefill request, so prefill's blocks stay until the lease ends "
-            "or the count does not fit.",
-            "Refuse n above 1 at the P/D router or send such requests to decode alone (pd-router "
-            "does).",
-            severity="warning",
-        )
-
-
-def _dead_reader(evidence: Evidence) -> Iterator[Answer]:
-    down = seen(evidence, PEER_DOWN)
-    killed = seen(evidence, OUT_OF_MEMORY_KILL, "decode", "deployment")
-    router = [
-        leg.metrics.excerpt("pd_router_leg_up", role="decode")
-        for leg in evidence.role("router")
-        if leg.metrics and leg.metrics.value("pd_router_leg_up", role="decode") == 0
-    ]
-    for leg in evidence.role("prefill"):
-        usage = _usage(leg)
-        metrics = leg.metrics
-        if not usage or usage[-1] < 0.85 or not metrics or not (down or killed or router):
-            continue
-        if (metrics.value(RUNNING) or 0) > 2 or not metrics.value(WAITING):
-            continue
-        yield Finding(
-            leg.name,
-            "likely",
-            (
-                metrics.excerpt(USAGE),
-                metrics.excerpt(WAITING),
-                *(down.excerpts[:1] or killed.excerpts[:1]),
-                *router[:1],
-            ),
-            "Decode died, and prefill keeps the blocks of everything decode had not read until "
-            "their time is over: it does not know that the reader is gone, and admits nothing "
-            "meanwhile (480 s before vLLM had leases, 30 s with them).",
-            "Upgrade to a vLLM with leases and heartbeats (kv_lease_duration). On an older one "
-            "restart prefill after a decode crash, or lower VLLM_NIXL_ABORT_REQUEST_TIMEOUT. Find "
-            "out why decode died.",
-        )
-
-
 def _idle_but_full(evidence: Evidence) -> Iterator[Answer]:
     for leg in evidence.engines:
         idle = idle_usage(leg)
@@ -200,69 +159,58 @@ def _idle_but_full(evidence: Evidence) -> Iterator[Answer]:
             "Wait as long as the longest lease or TTL (decode_ttl on a bidirectional decode), then "
             "look again: pdctl doctor SPEC --watch. If it stays, restart the leg.",
         )
+    yield from _idle_in_log(evidence)
 
 
-def _stranded(evidence: Evidence) -> Iterator[Answer]:
-    """Prefill's blocks that decode will never report as read."""
-    released = seen(evidence, EXPIRED_RELEASE, "prefill")
-    unread = set(released.counts("request"))
-    rejected = seen(evidence, REJECTED, "decode")
-    if len(unread) >= 3 and rejected.count >= 3:
-        yield Finding(
-            released.leg,
-            "likely",
-            (*rejected.excerpts[:1], *released.excerpts[:2]),
-            "Decode refuses requests before it admits them (a wrong parameter, template or model "
-            "name), so it never reads their KV and never tells prefill: prefill keeps the blocks "
-            "until their time is over.",
-            "Validate requests before prefill (the router must send the same checks to both legs "
-            "first), and keep the lease short (kv_lease_duration 30).",
-        )
-        return
-    read = seen(evidence, UNRECOGNISED_READ, "prefill")
-    strangers = set(read.counts("request")) - unread
-    for leg in evidence.role("prefill"):
-        idle = idle_usage(leg)
-        if strangers and leg.name in read.legs and idle and idle >= 0.05 and leg.metrics:
+def _idle_in_log(evidence: Evidence) -> Iterator[Finding]:
+    """KV that stays in use longer than decode's blocks may be kept, as the log shows it."""
+    stated = setting(evidence, "decode_ttl", "decode")
+    ttl = (number(stated.value) if stated else None) or 480
+    for leg in evidence.engines:
+        shown = _idle_lines(leg)
+        if idle_usage(leg) is None and shown and shown[0] >= 0.05 and shown[1] > ttl:
             yield Finding(
                 leg.name,
                 "likely",
-                (*read.excerpts[:2], leg.metrics.excerpt(USAGE)),
-                "Decode reports reads under ids that prefill does not know (its own instead of "
-                "prefill's, seen with MLA models and unequal tensor parallel sizes), so the blocks "
-                "of the real ids are never freed.",
-                "Upgrade vLLM, or give both roles the same --tensor-parallel-size; restart prefill "
-                "to get its blocks back.",
+                shown[2],
+                f"{shown[0]:.0%} of the KV cache stays in use for {shown[1]} s while the leg has "
+                "nothing to do: requests were aborted or refused at the wrong moment and nobody "
+                "frees their blocks.",
+                "Restart the leg to get its blocks back. Look for aborted requests before the "
+                "usage rose; pdctl doctor SPEC --watch shows whether it rises again.",
             )
-
-
-def _crash_on_release(evidence: Evidence) -> Iterator[Answer]:
-    found = seen(evidence, RELEASE_CRASH)
-    if found:
-        yield Finding(
-            found.leg,
-            "certain",
-            found.excerpts,
-            "The engine dies when it frees the blocks of a request that was aborted or had "
-            "expired: the scheduler no longer knows it (a KeyError in old vLLM releases).",
-            "Upgrade vLLM (0.11 or later); until then raise the time to live so that nothing "
-            "expires, and restart the leg.",
-        )
 
 
 def _waits_for_ever(evidence: Evidence) -> Iterator[Answer]:
     waiting = seen(evidence, WAITING_FOR_REMOTE)
     most = max(waiting.values.get("request", {"": 0}).values(), default=0)
-    if most >= 3 or waiting.values.get("gave_up"):
+    if most >= 3 or waiting.values.get("gave_up") or (most >= 2 and _long_wait(evidence)):
         yield _stuck(waiting.leg, "likely", waiting.excerpts)
         return
     for leg in evidence.engines:
+        hits = leg.hits.get(DEFERRED_LINE.name)
+        still = [hit for hit in (hits.last if hits else []) if hit.groups["running"] == "0"]
+        if len(still) >= 3:
+            yield _stuck(leg.name, "likely", tuple(hit.excerpt for hit in still[-2:]))
+            continue
         if not leg.metrics:
             continue
         deferred = leg.metrics.series(DEFERRED, reason="deferred")
         running = leg.metrics.series(RUNNING)
         if len(deferred) > 1 and min(deferred) > 0 and not any(running):
             yield _stuck(leg.name, "likely", (leg.metrics.excerpt(DEFERRED, reason="deferred"),))
+
+
+def _long_wait(evidence: Evidence) -> bool:
+    """Whether a request is seen to wait for a minute."""
+    for leg in evidence.engines:
+        hits = leg.hits.get(WAITING_FOR_REMOTE.name)
+        since: dict[str, str | None] = {}
+        for hit in (*hits.first, *hits.last) if hits else ():
+            name, when = hit.groups.get("request", ""), hit.groups.get("when")
+            if 60 <= _seconds(since.setdefault(name, when), when) < 43_200:
+                return True
+    return False
 
 
 def _stuck(leg: str, confidence: str, excerpts: tuple[Excerpt, ...]) -> Finding:
@@ -302,59 +250,14 @@ CHECKS = (
         patterns=(EXPIRED_RELEASE, UNRECOGNISED_READ),
     ),
     Check(
-        "PD5003",
-        "Several answers per prompt",
-        Category.BLOCK_LEAK,
-        "warning",
-        "several-answers-per-prompt",
-        _several_answers,
-        needs=("http",),
-        patterns=(UNRECOGNISED_READ, EXPIRED_RELEASE),
-        explains=("PD4001", "PD4004"),
-    ),
-    Check(
-        "PD5004",
-        "Prefill holds blocks for a decode that is gone",
-        Category.BLOCK_LEAK,
-        "error",
-        "reader-gone",
-        _dead_reader,
-        needs=("metrics",),
-        patterns=(PEER_DOWN, OUT_OF_MEMORY_KILL),
-        explains=("PD4001", "PD5002", "PD8505", "PD7004"),
-    ),
-    Check(
         "PD5005",
         "KV stays in use on an idle leg",
         Category.BLOCK_LEAK,
         "warning",
         "idle-but-full",
         _idle_but_full,
-        needs=("metrics",),
-        patterns=LOG_SETTINGS,
-    ),
-    Check(
-        "PD5006",
-        "Blocks that decode never reports as read",
-        Category.BLOCK_LEAK,
-        "error",
-        "never-reported-read",
-        _stranded,
-        needs=("log",),
-        patterns=(EXPIRED_RELEASE, UNRECOGNISED_READ, REJECTED),
-        premises=("PD5003", "PD5004"),
-        explains=("PD4001", "PD4004", "PD5005", "PD5002"),
-    ),
-    Check(
-        "PD5008",
-        "Freeing an aborted request ends the engine",
-        Category.BLOCK_LEAK,
-        "error",
-        "release-ends-engine",
-        _crash_on_release,
-        needs=("log",),
-        patterns=(RELEASE_CRASH,),
-        explains=("PD4001", "PD5002", "PD8505"),
+        needs=("log|metrics",),
+        patterns=(IDLE_LINE, *LOG_SETTINGS),
     ),
     Check(
         "PD5007",
@@ -364,7 +267,7 @@ CHECKS = (
         "waits-for-remote-kv",
         _waits_for_ever,
         needs=("log|metrics",),
-        patterns=(WAITING_FOR_REMOTE,),
+        patterns=(WAITING_FOR_REMOTE, DEFERRED_LINE),
         explains=("PD2009", "PD5005"),
     ),
 )

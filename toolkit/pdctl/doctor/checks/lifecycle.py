@@ -14,14 +14,16 @@ from pdctl.doctor.checks.lines import (
     REMOTE_DISCONNECT,
     TRANSFER_FAILURE,
 )
-from pdctl.doctor.checks.reading import LOG_SETTINGS, Seen, any_seen, seen, settings
+from pdctl.doctor.checks.reading import Seen, any_seen, seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, settings
 from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
 
 STALE_QUEUE_PAIR = Pattern(
     "stale-queue-pair",
     ("mlx5dv_devx_obj_modify", "Remote I/O error", "ucp_ep_rkey_unpack", "rkey_unpack"),
-    r"mlx5dv_devx_obj_modify\(.*\) failed|UCX\s+ERROR.*Remote I/O error|ucp_ep_rkey_unpack",
+    r"mlx5dv_devx_obj_modify\(.{0,400}\) failed|UCX\s+ERROR.{0,400}"
+    r"Remote I/O error|ucp_ep_rkey_unpack",
 )
 SHUTDOWN = Pattern(
     "engine-shutdown",
@@ -33,7 +35,7 @@ SHUTDOWN = Pattern(
         "Stopping container",
         "Killing container",
     ),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.*)?(?:force killing remaining processes"
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400})?(?:force killing remaining processes"
     r"|(?i:received (?:signal )?SIGTERM)|Shutting down|(?:Stopping|Killing) container)",
 )
 TOGETHER_SECONDS = 180
@@ -44,7 +46,7 @@ NOT_READY = Pattern(
 )
 
 _RESTARTED_POD = re.compile(
-    r"(?m)^(?P<name>\S*(?:prefill|decode)\S*)\s.*?\s(?P<count>[1-9]\d*)(?:\s+\([^)]*ago\))"
+    r"(?m)^(?P<name>\S*(?:prefill|decode)\S*)\s.{0,400}?\s(?P<count>[1-9]\d*)(?:\s+\([^)]*ago\))"
 )
 
 
@@ -179,7 +181,7 @@ CHECKS = (
             TRANSFER_FAILURE,
             *LOG_SETTINGS,
         ),
-        explains=("PD2006", "PD2007", "PD2009", "PD4511", "PD6507", "PD1015"),
+        explains=("PD1013", "PD1015", "PD2006", "PD2007", "PD2009", "PD4511", "PD6507"),
     ),
     Check(
         "PD8502",

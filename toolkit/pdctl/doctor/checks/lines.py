@@ -10,19 +10,15 @@ TRANSFER_FAILURE = Pattern(
         "KVTransferError",
         "transfer failed for",
     ),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.*)?(?:NIXL transfer failure: (?P<type>\w+)"
-    r"|Handshake failed for request (?P<id>\S+)|nixl transfer failed|KVTransferError)",
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400})?(?:NIXL transfer failure: (?P<type>\w+)"
+    r"|Handshake failed for request (?P<id>\S+)|nixl transfer failed|KVTransferError)"
+    r"(?:.{0,400}?'engine_id': '(?P<own>[^']+)')?(?:.{0,400}?'remote_host': '(?P<host>[^']+)')?",
 )
 ENGINE_ID_MISMATCH = Pattern(
     "engine-id-mismatch",
     ("engine ID mismatch", "engine id mismatch", "engine_id mismatch"),
     r"(?i)engine[ _]id mismatch\.?\s*Expected (?P<expected>[^\s,]+),\s*"
     r"received (?P<received>\S+?)\.?\s*$",
-)
-CONTEXT_HOST = Pattern(
-    "context-remote-host",
-    ("'remote_host'", '"remote_host"'),
-    r"""['"]remote_host['"]: ['"](?P<host>[^'"]+)['"]""",
 )
 COMPATIBILITY = Pattern(
     "compatibility-hash",
@@ -36,7 +32,8 @@ UNDECODABLE = Pattern(
 EXPIRED_RELEASE = Pattern(
     "expired-release",
     ("Releasing expired KV blocks",),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.*)?Releasing expired KV blocks for request (?P<request>\S+) "
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400}"
+    r")?Releasing expired KV blocks for request (?P<request>\S+) "
     r"which were retrieved by (?P<readers>\d+) ",
 )
 UNRECOGNISED_READ = Pattern(
@@ -46,8 +43,9 @@ UNRECOGNISED_READ = Pattern(
 )
 DECLINED = Pattern(
     "declined-expired-read",
-    ("Declining expired remote read", "Declining expired"),
-    r"Declining expired remote read for (?P<request>\S+) from engine (?P<engine>\S+?)\.?\s*$",
+    ("Declining expired",),
+    r"Declining expired (?:remote )?read for (?:request )?(?P<request>[^\s:;,]+)"
+    r"(?: from engine (?P<engine>\S+?)\.?\s*$)?",
 )
 LOAD_FAILURE_FAILS = Pattern(
     "load-failure-fails",
@@ -67,8 +65,8 @@ REMOTE_DISCONNECT = Pattern(
         "error handling callback was invoked",
         "Connection reset by remote peer",
     ),
-    r"NIXL_ERR_REMOTE_DISCONNECT|UCX\s+ERROR.*Work Request Flushed"
-    r"|error handling callback was invoked|UCX.*Connection reset by remote peer",
+    r"NIXL_ERR_REMOTE_DISCONNECT|UCX\s+ERROR.{0,400}Work Request Flushed"
+    r"|error handling callback was invoked|UCX.{0,400}Connection reset by remote peer",
 )
 AGENT_UNKNOWN = Pattern(
     "agent-unknown",
@@ -94,7 +92,7 @@ ENGINE_DEAD = Pattern(
 ADDRESS_IN_USE = Pattern(
     "address-in-use",
     ("ddress already in use", "EADDRINUSE"),
-    r"(?i)address already in use(?:.*?addr=['\"]tcp://(?P<zmq>[^'\"]+)['\"])?",
+    r"(?i)address already in use(?:.{0,400}?addr=['\"]tcp://(?P<zmq>[^'\"]+)['\"])?",
 )
 OUT_OF_MEMORY_KILL = Pattern(
     "killed-for-memory",
@@ -104,6 +102,7 @@ OUT_OF_MEMORY_KILL = Pattern(
 KV_TRANSFER_METRICS = Pattern(
     "kv-transfer-metrics",
     ("KV Transfer metrics:",),
-    r"Num successful transfers=(?P<transfers>\d+).*?Avg xfer time \(ms\)=(?P<ms>[\d.]+)"
-    r".*?Avg MB per transfer=(?P<mb>[\d.]+).*?Throughput \(MB/s\)=(?P<rate>[\d.]+)",
+    r"Num successful transfers=(?P<transfers>\d+).{0,400}?Avg MB per transfer=(?P<mb>[\d.]+)"
+    r".{0,400}?Throughput \(MB/s\)=(?P<rate>[\d.]+)"
+    r"(?:.{0,400}?Avg number of descriptors=(?P<descriptors>[\d.]+))?",
 )

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator
 
 from pdctl.doctor.evidence.facts import Command, Evidence, LegEvidence
-from pdctl.doctor.legs import answers, health, start_time, state
+from pdctl.doctor.legs import answers, health, state
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, More
 
 CLOCKS_APART_SECONDS = 2.0
-RESTARTED_SECONDS = 60.0
-"""Legs of one start begin within seconds of each other."""
+_NEW_AT_EVERY_START = re.compile(r"[0-9a-f]{8}")
+"""In an engine id: a nonce or a UUID."""
 _LOOPBACK = re.compile(r"^(localhost|127\.|::1$|0\.0\.0\.0$|::$)")
 
 
@@ -180,33 +180,26 @@ def _clocks(evidence: Evidence) -> Iterator[Answer]:
 
 
 def _restarted(evidence: Evidence) -> Iterator[Answer]:
-    starts = {leg.name: at for leg in evidence.engines if (at := start_time(leg)) is not None}
-    prefill = [starts[leg.name] for leg in evidence.role("prefill") if leg.name in starts]
+    """Decode ended and came back under its old id while prefill went on."""
+    since = [
+        found.started_at
+        for leg in evidence.role("prefill")
+        if (found := state(leg)) and found.started_at
+    ]
     for leg in evidence.role("decode"):
         engine_id = leg.config.get("engine_id") if leg.config else None
-        if leg.name not in starts or not prefill or engine_id is None:
+        found = state(leg)
+        if not since or found is None or engine_id is None:
             continue
-        behind = starts[leg.name] - min(prefill)
-        planned = next(
-            (
-                each
-                for each in (evidence.plan.engines if evidence.plan else ())
-                if each.name == leg.name
-            ),
-            None,
-        )
-        fixed = planned is not None and planned.kv_config.get("engine_id") == engine_id
-        if behind > RESTARTED_SECONDS and fixed:
+        restarted = found.started_at and any(end > min(since) for end in found.earlier_ends)
+        if restarted and not _NEW_AT_EVERY_START.search(str(engine_id)):
             yield Finding(
                 leg.name,
                 "likely",
-                (
-                    Excerpt(f"{leg.name}/config.txt", f"engine_id: {engine_id}"),
-                    Excerpt(f"{leg.name}/metrics.txt", f"started {behind:.0f} s after prefill"),
-                ),
-                f"Decode was restarted {behind:.0f} s after prefill under the same engine id: "
-                "prefill keeps its old NIXL agent for an hour and every readback fails "
-                "(NIXL_ERR_REMOTE_DISCONNECT, then NIXL_ERR_NOT_FOUND).",
+                (Excerpt(f"{leg.name}/config.txt", f"engine_id: {engine_id}"), found.excerpt),
+                "Decode was restarted under the same engine id while prefill went on. A prefill "
+                "that had read from it keeps its old NIXL agent for an hour, and every readback "
+                "fails (NIXL_ERR_REMOTE_DISCONNECT, then NIXL_ERR_NOT_FOUND).",
                 "Restart the prefill legs now. Then put {nonce} into kv_transfer.engine_id, so "
                 "that every start has an id of its own.",
             )

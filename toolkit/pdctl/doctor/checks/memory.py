@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pdctl.doctor.checks.leaks import WAITING
@@ -13,7 +14,7 @@ from pdctl.doctor.model import Answer, Category, Check, Finding, Pattern
 RCACHE_SET = Pattern(
     "rcache-limit",
     ("UCX_RCACHE_MAX_UNRELEASED",),
-    r"(?P<cannot>already imported|can't reset|cannot reset)?.*UCX_RCACHE_MAX_UNRELEASED",
+    r"(?P<cannot>already imported|can't reset|cannot reset)?.{0,400}UCX_RCACHE_MAX_UNRELEASED",
 )
 RCACHE_NOT_SET = Pattern(
     "rcache-limit-not-set",
@@ -28,9 +29,18 @@ NO_KV_MEMORY = Pattern(
         "larger than the maximum number of tokens that can be stored in KV cache",
         "CUDA out of memory",
         "torch.OutOfMemoryError",
+        "HIP out of memory",
+        "less than desired GPU memory utilization",
+        "larger than the available KV cache memory",
+        "try to increase --mem-fraction-static",
     ),
 )
 
+PREEMPTIONS = Pattern(
+    "preemptions",
+    ("Preemptions:",),
+    r"Preemptions: (?P<count>[1-9]\d*)",
+)
 PINNED = "pd_engine_pinned_blocks"
 BLOCKS = "pd_engine_kv_blocks"
 
@@ -41,7 +51,7 @@ def _registration_cache(evidence: Evidence) -> Iterator[Answer]:
     worker = evidence.text(
         r"(?i)killed process \d+ \((?P<name>[^)]*(?:vllm|worker|python)[^)]*)\)", "commands"
     )
-    if not refused and not (killed and (mentioned or worker)):
+    if not refused and not (killed and (mentioned or worker or _grew(evidence))):
         return
     limited = [leg for leg in evidence.legs if leg.variable("UCX_RCACHE_MAX_UNRELEASED")]
     if limited and not refused:
@@ -57,6 +67,25 @@ def _registration_cache(evidence: Evidence) -> Iterator[Answer]:
         "Watch the workers' RSS.",
         severity=None if killed else "warning",
     )
+
+
+_RESIDENT = re.compile(r"(?m)^\s*(\d{5,})\s.{0,120}(?:VLLM::|vllm|EngineCore)")
+
+
+def _grew(evidence: Evidence) -> bool:
+    """Whether a worker's resident memory is seen half as large again as before."""
+    for leg in evidence.legs:
+        name = "process_resident_memory_bytes"
+        sizes = leg.metrics.series(name) if leg.metrics else []
+        printed = [
+            float(size)
+            for command in leg.commands
+            if "rss" in command.line.lower()
+            for size in _RESIDENT.findall(command.output)
+        ]
+        if any(len(each) > 1 and each[-1] > 1.5 * each[0] for each in (sizes, printed)):
+            return True
+    return False
 
 
 def _no_kv_memory(evidence: Evidence) -> Iterator[Answer]:
@@ -98,6 +127,30 @@ def _pinned_turns(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+def _preempted(evidence: Evidence) -> Iterator[Answer]:
+    for leg in evidence.role("decode"):
+        name = "vllm:num_preemptions_total"
+        gain = leg.metrics.gain(name) if leg.metrics else None
+        hits = leg.hits.get(PREEMPTIONS.name)
+        often = hits is not None and (
+            hits.count >= 3 or any(int(hit.groups["count"]) >= 10 for hit in hits.last)
+        )
+        if not often and not (gain and gain >= 10):
+            continue
+        yield Finding(
+            leg.name,
+            "likely",
+            (
+                *((leg.metrics.excerpt(name),) if leg.metrics and gain else ()),
+                *(hits.excerpts[:2] if hits and often else ()),
+            ),
+            "Decode preempts requests: its KV cache does not hold what runs beside the pinned "
+            "turns. A preempted request is computed again, on decode, prompt and all.",
+            "Give decode more KV memory or fewer requests at once (max_num_seqs), lower "
+            "kv_transfer.decode_ttl, or add a decode leg; pdctl doctor SPEC --only memory-sizing.",
+        )
+
+
 CHECKS = (
     Check(
         "PD7002",
@@ -121,6 +174,17 @@ CHECKS = (
         needs=("log",),
         patterns=(NO_KV_MEMORY,),
         explains=("PD8505",),
+    ),
+    Check(
+        "PD7005",
+        "Decode preempts requests",
+        Category.MEMORY_SIZING,
+        "warning",
+        "decode-preempts",
+        _preempted,
+        needs=("log|metrics",),
+        patterns=(PREEMPTIONS,),
+        premises=("PD7004",),
     ),
     Check(
         "PD7004",

@@ -1,31 +1,24 @@
-"""Settings that prefill and decode must share, and settings nobody reads."""
+"""The shape of KV, which prefill and decode must share."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.lines import BACKEND_CREATED, COMPATIBILITY, TRANSFER_FAILURE
-from pdctl.doctor.checks.reading import (
+from pdctl.doctor.checks.history import BLOCK_SIZE_SET
+from pdctl.doctor.checks.lines import COMPATIBILITY, TRANSFER_FAILURE
+from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.settings import (
     LOG_SETTINGS,
     Setting,
-    backends,
     differing,
     is_true,
     same,
-    seen,
     setting,
     settings,
-    whole_command_line,
 )
 from pdctl.doctor.evidence.facts import Evidence
-from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
+from pdctl.doctor.model import Answer, Category, Check, Finding, Pattern
 
-UNKNOWN_VARIABLE = Pattern(
-    "unknown-variable",
-    ("Unknown vLLM environment variable",),
-    r"Unknown vLLM environment variable detected: (?P<name>\w+)",
-)
 TP_LIMIT = Pattern(
     "tensor-parallel-limit",
     (
@@ -39,30 +32,19 @@ TP_LIMIT = Pattern(
         "tensor parallel",
         "error loading remote metadata",
         "must be divisible by",
+        "cache must be of shape",
     ),
-    r"sharding boundary|P[_ ]TP > D[_ ]TP|block_size_ratio_from_engine_id"
-    r"|(?i:(?:not support\w*|mismatch|differ\w*|unequal|incompatible)\b.*"
+    r"sharding boundary|P[_ ]TP > D[_ ]TP|(?P<unregistered>block_size_ratio_from_engine_id)"
+    r"|(?P<shape>cache must be of shape)"
+    r"|(?i:(?:not support\w*|mismatch|differ\w*|unequal|incompatible)\b.{0,400}"
     r"\b(?:TP|tp_size|tensor parallel)\b)"
-    r"|(?i:\b(?:TP|tp_size|tensor parallel) (?:size\w* )?.*"
+    r"|(?i:\b(?:TP|tp_size|tensor parallel) (?:size\w* )?.{0,400}"
     r"(?:mismatch|not supported|must match|differ))"
     r"|(?P<metadata>error loading remote metadata)|remote_tp_size",
 )
 LAYOUT = Pattern(
     "layout-differs",
     ("same kv_cache_layout", "requires contiguous heads", "block-contiguous layout"),
-)
-UNSUPPORTED = Pattern(
-    "connector-unsupported",
-    (
-        "not supported for NIXL",
-        "NixlConnector PCP",
-        "NixlPushConnector does not support",
-        "NixlPushConnector consumer",
-        "kv_buffer is not supported",
-        "DCP is not supported",
-        "does not preserve CSA",
-        "do not support bidirectional",
-    ),
 )
 HYBRID = Pattern(
     "hybrid-prefix-caching",
@@ -89,55 +71,30 @@ BLOCK_GEOMETRY = Pattern(
         "nixl_agent_meta.block_len",
         "Number of KV cache groups must match",
         "must have the same number of blocks",
+        "cache must be of shape",
+        "block size",
+        "block_size",
     ),
+    r"block sizes are not supported|block_len must|KV cache sizes must match"
+    r"|Number of KV layers must match|nixl_agent_meta\.(?:num_blocks|block_len)"
+    r"|block lengths must match|Number of KV cache groups must match"
+    r"|must have the same number of blocks|(?P<shape>cache must be of shape)"
+    r"|(?i:(?:remote|local|prefill|decode|peer)\b.{0,80}\bblock[ _]size\b.{0,80}"
+    r"(?:mismatch|does not match|doesn't match|not equal|differs?\b|must match))"
+    r"|(?i:\bblock[ _]size mismatch)",
 )
-
-
-def _backend_variable(evidence: Evidence) -> Iterator[Answer]:
-    unknown = seen(evidence, UNKNOWN_VARIABLE)
-    in_log = [n for n in unknown.counts("name") if "BACKEND" in n and "NIXL" in n]
-    if any("LIBFABRIC" in names for _, names in backends(evidence)):
-        return
-    for leg in evidence.legs:
-        mine = [
-            Excerpt(f"{leg.name}/env.txt", f"{name}={value}")
-            for name, value in (leg.env or {}).items()
-            if re.search(r"NIXL\w*BACKEND|KVCACHE_BACKEND", name)
-        ]
-        if leg.config:
-            mine += [
-                Excerpt(f"{leg.name}/config.txt", f"{path}: {value}")
-                for path, value in leg.config.values
-                if re.fullmatch(r"(?:.*\.)?[A-Z_]*NIXL[A-Z_]*BACKENDS?", path)
-            ]
-        told = bool(in_log) and leg.name in unknown.legs
-        if not mine and not told:
-            continue
-        created = leg.hits.get(BACKEND_CREATED.name)
-        opened = list(created.values.get("backend", ())) if created else []
-        yield Finding(
-            leg.name,
-            "certain" if told or "UCX" in opened else "likely",
-            (
-                *mine[:2],
-                *(unknown.excerpts[:1] if told else ()),
-                *(created.excerpts[:1] if created else ()),
-            )[:4],
-            "The backend is chosen by an environment variable that nothing reads: the only place "
-            "is kv_connector_extra_config.backends, and its default is [UCX].",
-            'Put it there: --kv-transfer-config \'{..., "kv_connector_extra_config": {"backends": '
-            '["LIBFABRIC"]}}\' (pdctl spec: kv_transfer.backend), and drop the variable. The log '
-            "must then say 'Backend LIBFABRIC was instantiated'.",
-        )
 
 
 def _tensor_parallel(evidence: Evidence) -> Iterator[Answer]:
     unequal = differing(evidence, "tensor_parallel")
     limit, failed = seen(evidence, TP_LIMIT), seen(evidence, TRANSFER_FAILURE)
-    named = limit and set(limit.counts("metadata")) == set()
-    if not named and not (
-        unequal and (limit or any("handshake" in t for t in failed.counts("type")))
-    ):
+    refused = any("handshake" in each for each in failed.counts("type"))
+    named = limit and not (
+        limit.counts("metadata")
+        or limit.counts("shape")
+        or (refused and limit.counts("unregistered"))
+    )
+    if not named and not (unequal and (limit or refused)):
         return
     sizes = ", ".join(f"{each.role} {each.value}" for each in unequal) or "see the message"
     yield Finding(
@@ -215,9 +172,12 @@ def _hybrid(evidence: Evidence) -> Iterator[Answer]:
 
 
 def _block_size(evidence: Evidence) -> Iterator[Answer]:
-    unequal = differing(evidence, "block_size")
+    unequal = differing(evidence, "block_size") or _raised_block_sizes(evidence)
     found = seen(evidence, BLOCK_GEOMETRY)
     if not unequal and not found:
+        return
+    shape_only = found.count == sum(found.counts("shape").values())
+    if not unequal and shape_only and differing(evidence, "tensor_parallel"):
         return
     sizes = ", ".join(f"{each.role} {each.value}" for each in unequal)
     yield Finding(
@@ -231,44 +191,15 @@ def _block_size(evidence: Evidence) -> Iterator[Answer]:
     )
 
 
-def _one_sided(evidence: Evidence) -> Iterator[Answer]:
+def _raised_block_sizes(evidence: Evidence) -> list[Setting]:
+    """Block sizes that vLLM chose for a hybrid model, when the roles got different ones."""
     of_role: dict[str, Setting] = {}
-    for each in settings(evidence, "bidirectional"):
-        if is_true(each.value) is not None:
-            of_role.setdefault(each.role, each)
     for leg in evidence.engines:
-        line = whole_command_line(leg)
-        connector = setting(evidence, "connector", leg.role)
-        implied = line or (
-            connector.excerpt if connector and "kv_transfer" in connector.excerpt.text else None
-        )
-        if leg.role not in of_role and len(of_role) == 1 and implied:
-            of_role[leg.role] = Setting(leg.name, leg.role, False, implied)
-    if set(of_role) != {"prefill", "decode"}:
-        return
-    prefill, decode = of_role["prefill"], of_role["decode"]
-    if is_true(prefill.value) == is_true(decode.value):
-        return
-    if is_true(prefill.value):
-        wrong = decode
-        cause = (
-            "bidirectional_kv_xfer is on for prefill and off for decode: decode frees its blocks "
-            "at the end of a turn and hands out no kv_transfer_params, so every turn is a miss."
-        )
-    else:
-        wrong = prefill
-        cause = (
-            "bidirectional_kv_xfer is off for prefill and on for decode: decode pins every "
-            "finished turn for its TTL for nothing, and a stock prefill that is given a handle "
-            "waits for ever, without an error."
-        )
-    yield Finding(
-        wrong.leg,
-        "certain",
-        (prefill.excerpt, decode.excerpt),
-        cause,
-        "Set it alike on both legs (pdctl spec: kv_transfer.bidirectional) and restart both.",
-    )
+        hits = leg.hits.get(BLOCK_SIZE_SET.name)
+        if hits and (tokens := hits.value("tokens")):
+            of_role.setdefault(leg.role, Setting(leg.name, leg.role, tokens, hits.excerpts[0]))
+    found = list(of_role.values())
+    return found if len({each.value for each in found}) > 1 else []
 
 
 _HASHED = (
@@ -312,6 +243,9 @@ def _model(evidence: Evidence) -> Iterator[Answer]:
         ("max_model_len", "context lengths"),
     ):
         unequal = differing(evidence, name)
+        paths = {str(each.value).startswith(("/", ".", "s3:")) for each in unequal}
+        if name == "model" and len(paths) > 1:
+            continue
         if unequal and not same(*(str(e.value).rstrip("/").rpartition("/")[2] for e in unequal)):
             yield Finding(
                 unequal[1].leg,
@@ -324,96 +258,7 @@ def _model(evidence: Evidence) -> Iterator[Answer]:
             )
 
 
-def _connector_kind(evidence: Evidence) -> Iterator[Answer]:
-    def kind(value: object) -> str:
-        text = str(value)
-        return "push" if "Push" in text else "pull" if "Nixl" in text else text
-
-    of_role: dict[str, Setting] = {}
-    for each in settings(evidence, "connector"):
-        of_role.setdefault(each.role, each)
-    if len(of_role) < 2:
-        return
-    prefill, decode = of_role["prefill"], of_role["decode"]
-    if kind(prefill.value) == kind(decode.value) or "Multi" in f"{prefill.value}{decode.value}":
-        return
-    yield Finding(
-        decode.leg,
-        "certain",
-        (prefill.excerpt, decode.excerpt),
-        f"Prefill runs {prefill.value}, decode {decode.value}: the two do not speak to each other "
-        "(the compatibility hash includes push or pull).",
-        "Use the same connector on both legs. Bidirectional transfer needs the pull connector.",
-    )
-
-
-def _roles(evidence: Evidence) -> Iterator[Answer]:
-    meant = {"prefill": "kv_producer", "decode": "kv_consumer"}
-    for each in settings(evidence, "role"):
-        value = str(each.value)
-        if value in meant.values() and value != meant[each.role]:
-            yield Finding(
-                each.leg,
-                "certain",
-                (each.excerpt,),
-                f"The {each.role} leg runs as {value}.",
-                f"Set kv_role to {meant[each.role]} on {each.role} (pdctl render does).",
-            )
-
-
-def _unsupported(evidence: Evidence) -> Iterator[Answer]:
-    found = seen(evidence, UNSUPPORTED)
-    if found:
-        yield Finding(
-            found.leg,
-            "certain",
-            found.excerpts,
-            "The connector refuses this combination of settings; the message says which.",
-            "Change the setting that the message names on both legs. Bidirectional transfer needs "
-            "the pull connector, no prefill context parallelism and no pipeline on decode.",
-        )
-
-
-def _speculative(evidence: Evidence) -> Iterator[Answer]:
-    of_role: dict[str, Setting] = {}
-    for each in settings(evidence, "speculative"):
-        of_role.setdefault(each.role, each)
-    drafts = [
-        e
-        for e in of_role.values()
-        if re.search(r"eagle|mtp|dflash|dspark|draft", str(e.value), re.I)
-    ]
-    if len(of_role) != 1 or not drafts:
-        return
-    other = next(
-        (leg for leg in evidence.engines if leg.role not in of_role and leg.config is not None),
-        None,
-    )
-    if other:
-        yield Finding(
-            drafts[0].leg,
-            "likely",
-            (
-                drafts[0].excerpt,
-                Excerpt(f"{other.name}/config.txt", "no speculative configuration"),
-            ),
-            "Only one role runs a draft model: its layers add KV blocks that the other side does "
-            "not have. Short prompts work, long ones fail with illegal memory accesses.",
-            "Give both roles the same --speculative-config, or use ngram speculation on decode.",
-        )
-
-
 CHECKS = (
-    Check(
-        "PD3001",
-        "The backend is set where nobody reads it",
-        Category.CONFIG_MISMATCH,
-        "error",
-        "backend-variable-ignored",
-        _backend_variable,
-        needs=("env|log|config",),
-        patterns=(UNKNOWN_VARIABLE, BACKEND_CREATED, *LOG_SETTINGS),
-    ),
     Check(
         "PD3002",
         "Unequal tensor parallel sizes",
@@ -466,21 +311,9 @@ CHECKS = (
         "block-size-differs",
         _block_size,
         needs=("log|config",),
-        patterns=(BLOCK_GEOMETRY, *LOG_SETTINGS),
+        patterns=(BLOCK_GEOMETRY, BLOCK_SIZE_SET, *LOG_SETTINGS),
         premises=("PD3003",),
         explains=("PD3008", "PD3062", "PD2009", "PD8505"),
-    ),
-    Check(
-        "PD3007",
-        "Bidirectional transfer on one leg only",
-        Category.CONFIG_MISMATCH,
-        "error",
-        "bidirectional-one-sided",
-        _one_sided,
-        needs=("config|log|settings",),
-        patterns=LOG_SETTINGS,
-        premises=("PD3060",),
-        explains=("PD4511", "PD5007", "PD6001", "PD5501", "PD4562", "PD5560"),
     ),
     Check(
         "PD3008",
@@ -501,49 +334,6 @@ CHECKS = (
         "error",
         "model-differs",
         _model,
-        needs=("config",),
-        patterns=LOG_SETTINGS,
-        explains=("PD3008",),
-    ),
-    Check(
-        "PD3010",
-        "Connectors that do not fit",
-        Category.CONFIG_MISMATCH,
-        "error",
-        "connectors-differ",
-        _connector_kind,
-        needs=("config|log",),
-        patterns=LOG_SETTINGS,
-        explains=("PD3008", "PD2009"),
-    ),
-    Check(
-        "PD3011",
-        "Roles are swapped",
-        Category.CONFIG_MISMATCH,
-        "error",
-        "roles-swapped",
-        _roles,
-        needs=("config|log",),
-        patterns=LOG_SETTINGS,
-    ),
-    Check(
-        "PD3013",
-        "The connector does not support this combination",
-        Category.CONFIG_MISMATCH,
-        "error",
-        "combination-unsupported",
-        _unsupported,
-        needs=("log",),
-        patterns=(UNSUPPORTED,),
-        explains=("PD8505",),
-    ),
-    Check(
-        "PD3012",
-        "A draft model on one role only",
-        Category.CONFIG_MISMATCH,
-        "error",
-        "speculation-one-sided",
-        _speculative,
         needs=("config",),
         patterns=LOG_SETTINGS,
         explains=("PD3008",),

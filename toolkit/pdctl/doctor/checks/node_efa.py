@@ -47,7 +47,18 @@ def _no_provider(evidence: Evidence) -> Iterator[Answer]:
         query = fabric.efa_query(leg)
         if query is None:
             continue
-        if not query.installed:
+        found = fabric.devices(leg)
+        if not query.installed and found is not None and not found[0]:
+            yield Finding(
+                leg.name,
+                "certain",
+                (found[1].excerpt, query.command.excerpt),
+                "The node shows no RDMA device, and the EFA software (fi_info) is not installed.",
+                "Attach EFA interfaces to the instance and install aws-efa-installer; in a "
+                "container, pass /dev/infiniband/uverbs*. If tcp is meant, say so: "
+                "fabric.provider: tcp.",
+            )
+        elif not query.installed:
             yield Unknown(
                 f"{leg.name}: there is no fi_info on its node",
                 "install the EFA software (it brings /opt/amazon/efa/bin/fi_info), then repeat",

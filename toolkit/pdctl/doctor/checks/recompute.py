@@ -1,22 +1,15 @@
-"""Everything answers, and every prompt is computed again."""
+"""Everything answers, and no KV comes from the peer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.captures import HANDLE, answers, requests
-from pdctl.doctor.checks.lines import KV_TRANSFER_METRICS
-from pdctl.doctor.checks.reading import (
-    LOG_SETTINGS,
-    Setting,
-    is_true,
-    number,
-    seen,
-    setting,
-    settings,
-)
+from pdctl.doctor.checks.captures import HANDLE, answers, sent_to
+from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, setting
 from pdctl.doctor.evidence.facts import Evidence, LegEvidence
+from pdctl.doctor.evidence.metrics import Metrics
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
 NO_CONNECTOR = Pattern(
@@ -28,12 +21,6 @@ INVALID_PARAMS = Pattern(
     "invalid-transfer-params",
     ("will not utilize KVTransfer", "invalid KVTransferParams"),
 )
-BLOCK_SIZE_SET = Pattern(
-    "attention-block-size",
-    ("attention block size to",),
-    r"[Ss]etting attention block size to (?P<tokens>\d+)",
-)
-
 SKIPPED_PREFILL = Pattern(
     "prefill-skipped",
     (
@@ -47,9 +34,10 @@ SKIPPED_PREFILL = Pattern(
         "No prefill",
     ),
     r"(?i)skip\w* (?:disaggregated|remote) prefill|(?:no|missing|without) x-prefiller-host-port"
-    r"|(?:running|falling back|fallback|degrad\w+|routing|serving)\b.*"
+    r"|x-prefiller-host-port\b.{0,40}\b(?:not (?:found|present|set)|missing|absent|empty)"
+    r"|(?:running|falling back|fallback|degrad\w+|routing|serving)\b.{0,400}"
     r"\b(?:decode[- ]only|local prefill|aggregated mode)"
-    r"|no prefill (?:worker|endpoint|instance|pod)s?\b.*(?:available|found|ready)",
+    r"|no prefill (?:worker|endpoint|instance|pod)s?\b.{0,400}(?:available|found|ready)",
 )
 RESULT_MISSING = Pattern(
     "prefill-result-missing",
@@ -58,10 +46,16 @@ RESULT_MISSING = Pattern(
     r"\bkv_transfer_params|kv_transfer_params (?:(?:is|was|are) (?:missing|none|null|empty|absent)"
     r"|missing|absent|not (?:found|present))",
 )
+STATISTICS = Pattern(
+    "engine-statistics",
+    ("External prefix cache hit rate",),
+    r"Avg prompt throughput: (?P<prompt>[\d.]+).{0,400}"
+    r"Prefix cache hit rate: (?P<local>[\d.]+)%.{0,400}"
+    r"External prefix cache hit rate: (?P<external>[\d.]+)%",
+)
 SUCCESS = "vllm:request_success_total"
+PROMPT_TOKENS = "vllm:prompt_tokens_total"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
-TURNS = "pd_router_turns_total"
-_SLOW_GB_S = 2.0
 
 
 def _no_connector(evidence: Evidence) -> Iterator[Answer]:
@@ -105,7 +99,8 @@ def _decode_only(evidence: Evidence) -> Iterator[Answer]:
     prefill, decode = served["prefill"], served["decode"]
     idle = prefill is not None and decode is not None and prefill[0] == 0 and decode[0] >= 10
     skipped = seen(evidence, SKIPPED_PREFILL)
-    if not idle and skipped.count < 3:
+    few = not idle and skipped.count < 3
+    if few and not (skipped and _decode_computed(evidence)):
         return
     decider = evidence.text(
         r"(?i)decider|disagg\w*[-_ ]?(?:threshold|router)|nonCachedTokens", "config"
@@ -128,21 +123,30 @@ def _decode_only(evidence: Evidence) -> Iterator[Answer]:
     )
 
 
+def _decode_computed(evidence: Evidence) -> bool:
+    """Whether decode computed prompts and got no token from a peer."""
+    return any(
+        leg.metrics is not None
+        and (leg.metrics.value(BY_SOURCE, source="local_compute") or 0) > 10_000
+        and not leg.metrics.value(BY_SOURCE, source="external_kv_transfer")
+        for leg in evidence.role("decode")
+    )
+
+
 def _requests_served(evidence: Evidence, role: str) -> tuple[float, Excerpt] | None:
     for leg in evidence.role(role):
-        if not leg.metrics:
-            continue
-        total = leg.metrics.value(SUCCESS)
-        gain = leg.metrics.gain(SUCCESS)
-        if total is not None:
-            return (total if gain is None else gain), leg.metrics.excerpt(SUCCESS)
+        for name in (SUCCESS, PROMPT_TOKENS):
+            total = leg.metrics.value(name) if leg.metrics else None
+            if leg.metrics and total is not None:
+                gain = leg.metrics.gain(name)
+                return (total if gain is None else gain), leg.metrics.excerpt(name)
     return None
 
 
 def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
     without = [
         (leg, capture)
-        for leg, capture in requests(evidence, "decode")
+        for leg, capture in sent_to(evidence, "decode")
         if not HANDLE.search(capture.text)
     ]
     missing = evidence.log(RESULT_MISSING, "router", "decode", DEPLOYMENT)
@@ -160,7 +164,11 @@ def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
         return
     if not without:
         return
-    given = [capture for _, capture in answers(evidence, "prefill") if HANDLE.search(capture.text)]
+    given = [
+        capture
+        for _, capture in answers(evidence, "prefill", "router")
+        if HANDLE.search(capture.text)
+    ]
     generic = evidence.text(
         r"(?i)(?:kvConnector|connector)\W+(?:type\W+)?(lmcache|http|mooncake\w*)\b", "config"
     )
@@ -180,198 +188,6 @@ def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
     )
 
 
-def _threshold_ignored(evidence: Evidence) -> Iterator[Answer]:
-    for each in settings(evidence, "threshold", "decode"):
-        tokens = number(each.value) or 0
-        small = _small_transfers(evidence, "decode")
-        if tokens > 64 and small:
-            yield Finding(
-                each.leg,
-                "likely",
-                (each.excerpt, small),
-                f"kv_recompute_threshold ({tokens:g}) does not apply to ordinary transfers from "
-                "prefill to decode: vLLM consults it only when prefill reads back from decode, so "
-                "short prompts still pay a transfer. A low rate on transfers below one MB is fixed "
-                "overhead, not a bad fabric.",
-                "Send short prompts to decode alone in the router (pd-router: router.routing). "
-                "Leave the threshold for readback.",
-                severity="info",
-            )
-
-
-def _small_transfers(evidence: Evidence, role: str) -> Excerpt | None:
-    for leg in evidence.role(role):
-        hits = leg.hits.get(KV_TRANSFER_METRICS.name)
-        for hit in hits.last if hits else ():
-            if int(hit.groups["transfers"]) and float(hit.groups["mb"]) < 1:
-                return hit.excerpt
-        if leg.metrics:
-            total = leg.metrics.value("vllm:nixl_bytes_transferred_sum")
-            count = leg.metrics.value("vllm:nixl_bytes_transferred_count")
-            if total and count and total / count < 1e6:
-                return leg.metrics.excerpt("vllm:nixl_bytes_transferred_sum")
-    return None
-
-
-_PREFIX = re.compile(r"(?i)common prefix\D*?(?:with turn \d+\D*)?(\d+)\s*(?:of|/)\s*(\d+)")
-
-
-def _template(evidence: Evidence) -> Iterator[Answer]:
-    for leg in evidence.legs:
-        for capture in leg.http:
-            match = _PREFIX.search(capture.text)
-            if not match or int(match[1]) >= 0.9 * int(match[2]):
-                continue
-            queries = leg.metrics.value("vllm:prefix_cache_queries_total") if leg.metrics else None
-            shown = [capture.excerpt]
-            if queries and leg.metrics:
-                shown.append(leg.metrics.excerpt("vllm:prefix_cache_hits_total"))
-            yield Finding(
-                leg.name,
-                "certain",
-                tuple(shown),
-                f"The prompt of a turn shares only {match[1]} of {match[2]} tokens with the turn "
-                "before: the chat template renders earlier assistant turns differently from how "
-                "they were generated (an empty think block on the newest turn only, or reasoning "
-                "left out), so nothing behind that point can be reused.",
-                "Use a template that renders history as it was generated, or send "
-                "reasoning_content back. Compare /tokenize of two consecutive turns.",
-            )
-
-
-def _inert_cache(evidence: Evidence) -> Iterator[Answer]:
-    found = seen(evidence, BLOCK_SIZE_SET)
-    for leg in evidence.legs:
-        hits = leg.hits.get(BLOCK_SIZE_SET.name)
-        longest = setting(evidence, "max_model_len", leg.role)
-        block = float(hits.value("tokens") or 0) if hits else None
-        source = hits.excerpts[:1] if hits else ()
-        if block is None and (stated := setting(evidence, "block_size", leg.role)):
-            block, source = number(stated.value), (stated.excerpt,)
-        limit = number(longest.value) if longest else None
-        if not block or not limit or block <= limit:
-            continue
-        metric = (
-            (leg.metrics.excerpt("vllm:prefix_cache_hits_total"),)
-            if leg.metrics and leg.metrics.value("vllm:prefix_cache_queries_total")
-            else ()
-        )
-        yield Finding(
-            leg.name,
-            "certain",
-            (*source, *((longest.excerpt,) if longest else ()), *metric),
-            f"A KV block holds {block:g} tokens and the longest prompt {limit:g}: only whole "
-            "blocks are cached or transferred, so prefix caching and reuse never happen.",
-            "Raise --max-model-len above the block size, or accept that this model has no reuse "
-            "at this length.",
-        )
-    _ = found
-
-
-def _slow_on_one_node(evidence: Evidence) -> Iterator[Answer]:
-    nodes = [each for each in settings(evidence, "node", "prefill", "decode")]
-    for leg in evidence.legs:
-        for path, value in leg.config.values if leg.config else ():
-            if re.fullmatch(r"nodes?\.(prefill|decode)", path) and not any(
-                each.excerpt.text.startswith(path) for each in nodes
-            ):
-                role = path.rpartition(".")[2]
-                shown = Excerpt(f"{leg.name}/config.txt", f"{path}: {value}")
-                nodes.append(Setting(role, role, value, shown))
-    roles = {each.role for each in nodes}
-    one_node = roles >= {"prefill", "decode"} and len({str(each.value) for each in nodes}) == 1
-    if not one_node:
-        return
-    for leg in evidence.role("decode", "prefill"):
-        slow = _rate(leg)
-        if slow and slow[0] < _SLOW_GB_S:
-            yield Finding(
-                leg.name,
-                "likely",
-                (slow[1], *(each.excerpt for each in nodes[:2])),
-                f"Both legs are on one node without RDMA between them, and the pull connector "
-                f"moves {slow[0]:.1f} GB/s: UCX's cuda_ipc is fast for PUT, its remote GET falls "
-                "back to TCP in this layout. The familiar connector name (NixlConnector) reads.",
-                "Use NixlPushConnector on both legs (never push on one and pull on the other; no "
-                "readback then), or give the pods RDMA or a shared IPC namespace. It is not a "
-                "fault of the fabric.",
-            )
-            return
-
-
-def _rate(leg: LegEvidence) -> tuple[float, Excerpt] | None:
-    """GB/s of transfers that are large enough to tell."""
-    hits = leg.hits.get(KV_TRANSFER_METRICS.name)
-    for hit in hits.last if hits else ():
-        if int(hit.groups["transfers"]) and float(hit.groups["mb"]) >= 8:
-            return float(hit.groups["rate"]) / 1e3, hit.excerpt
-    if leg.metrics:
-        size = leg.metrics.value("vllm:nixl_bytes_transferred_sum")
-        seconds = leg.metrics.value("vllm:nixl_xfer_time_seconds_sum")
-        count = leg.metrics.value("vllm:nixl_xfer_time_seconds_count") or 1
-        if size and seconds and size / count > 8e6:
-            return size / seconds / 1e9, leg.metrics.excerpt("vllm:nixl_bytes_transferred_sum")
-    return None
-
-
-def _threshold_too_high(evidence: Evidence) -> Iterator[Answer]:
-    for each in settings(evidence, "threshold", "prefill"):
-        longest = setting(evidence, "max_model_len", "prefill")
-        tokens = number(each.value) or 0
-        limit = number(longest.value) if longest else None
-        if limit and tokens >= limit and longest:
-            yield Finding(
-                each.leg,
-                "certain",
-                (each.excerpt, longest.excerpt),
-                f"kv_recompute_threshold ({tokens:g}) is not below the longest prompt ({limit:g}): "
-                "no turn can ever reach it, so nothing is read back.",
-                "Lower it (64 is the default; pdctl bench tune measures the right one).",
-            )
-            return
-    below = _turns(evidence, "below_threshold")
-    hits = _turns(evidence, "hit")
-    if below and below[0] >= 20 and below[0] > 9 * (hits[0] if hits else 0):
-        stated = setting(evidence, "threshold", "prefill")
-        yield Finding(
-            stated.leg if stated else below[2],
-            "likely",
-            (below[1], *((stated.excerpt,) if stated else ())),
-            "Nearly every turn falls below kv_recompute_threshold, so it is recomputed.",
-            "Compare the threshold with the length of your turns and lower it (64 is the default; "
-            "pdctl bench tune measures the right one).",
-            severity="warning",
-        )
-
-
-def _turns(evidence: Evidence, outcome: str) -> tuple[float, Excerpt, str] | None:
-    """Turns with an outcome, how it shows, and the leg that counted them."""
-    for leg in evidence.role("router", "prefill"):
-        for name in (TURNS, "pd_engine_decisions_total"):
-            if leg.metrics and (total := leg.metrics.value(name, outcome=outcome)) is not None:
-                gain = leg.metrics.gain(name, outcome=outcome)
-                shown = leg.metrics.excerpt(name, outcome=outcome)
-                return (total if gain is None else gain), shown, leg.name
-    return None
-
-
-def _history(evidence: Evidence) -> Iterator[Answer]:
-    changed, hits = _turns(evidence, "history_changed"), _turns(evidence, "hit")
-    if changed and changed[0] >= 10 and changed[0] > (hits[0] if hits else 0):
-        yield Finding(
-            changed[2],
-            "likely",
-            (changed[1], *((hits[1],) if hits else ())),
-            "Most turns do not continue the turn before, token for token: clients edit or compact "
-            "their history, or strip the reasoning that decode's blocks contain. Reading those "
-            "blocks would give wrong text, so the prompt is recomputed.",
-            "Send the assistant's answers back unchanged, reasoning included (reasoning_content "
-            "and a template that renders it); compact history rarely, then start a new "
-            "conversation id.",
-            severity="warning",
-        )
-
-
 def _invalid(evidence: Evidence) -> Iterator[Answer]:
     found = seen(evidence, INVALID_PARAMS)
     if found:
@@ -383,6 +199,39 @@ def _invalid(evidence: Evidence) -> Iterator[Answer]:
             "port): the engine ignores them and computes the prompt.",
             "Forward kv_transfer_params as they came in the answer; do not rebuild them.",
         )
+
+
+def _unmatched(metrics: Metrics) -> tuple[Excerpt, ...]:
+    asked, found = (
+        "vllm:external_prefix_cache_queries_total",
+        "vllm:external_prefix_cache_hits_total",
+    )
+    moved = metrics.value("vllm:nixl_bytes_transferred_count")
+    if (metrics.value(asked) or 0) > 10_000 and metrics.value(found) == 0 and not moved:
+        return metrics.excerpt(found), metrics.excerpt(asked)
+    return ()
+
+
+def _no_external_hits(evidence: Evidence) -> Iterator[Answer]:
+    """vLLM's own statistics lines of a decode leg that works on prompts."""
+    for leg in evidence.role("decode"):
+        hits = leg.hits.get(STATISTICS.name)
+        busy = [
+            hit
+            for hit in (hits.last if hits else [])
+            if float(hit.groups["prompt"]) > 100 and float(hit.groups["local"]) < 20
+        ]
+        if len(busy) >= 3 and all(float(hit.groups["external"]) == 0 for hit in busy):
+            yield Finding(
+                leg.name,
+                "likely",
+                tuple(hit.excerpt for hit in busy[-2:]),
+                "Decode works on prompts and its external prefix cache hit rate stays at 0: it "
+                "computes what prefill has computed.",
+                "Follow one request: prefill's answer must hold kv_transfer_params and decode's "
+                "request must carry them. pdctl verify SPEC proves it end to end.",
+                severity="warning",
+            )
 
 
 def _nothing_transferred(evidence: Evidence) -> Iterator[Answer]:
@@ -408,6 +257,17 @@ def _nothing_transferred(evidence: Evidence) -> Iterator[Answer]:
                 "request must carry them, decode's log must show no 'invalid KVTransferParams' "
                 "and no failed handshake. pdctl verify SPEC proves it end to end.",
             )
+        elif unmatched := _unmatched(leg.metrics):
+            yield Finding(
+                leg.name,
+                "likely",
+                unmatched,
+                "Decode asks its connector for every prompt and never finds anything: no token "
+                "came from prefill.",
+                "Follow one request: prefill's answer must hold kv_transfer_params and decode's "
+                "request must carry them. pdctl verify SPEC proves it end to end.",
+            )
+    yield from _no_external_hits(evidence)
     for leg in evidence.role("prefill", "router"):
         if not leg.metrics:
             continue
@@ -469,60 +329,6 @@ CHECKS = (
         explains=("PD4511",),
     ),
     Check(
-        "PD4504",
-        "The threshold does not apply to prefill to decode",
-        Category.SILENT_RECOMPUTE,
-        "info",
-        "threshold-not-for-p2d",
-        _threshold_ignored,
-        needs=("config|log",),
-        patterns=(KV_TRANSFER_METRICS, *LOG_SETTINGS),
-        explains=("PD7504",),
-    ),
-    Check(
-        "PD4505",
-        "The chat template changes the history",
-        Category.SILENT_RECOMPUTE,
-        "error",
-        "template-changes-history",
-        _template,
-        needs=("http",),
-        explains=("PD4512",),
-    ),
-    Check(
-        "PD4506",
-        "A KV block is longer than any prompt",
-        Category.SILENT_RECOMPUTE,
-        "warning",
-        "block-longer-than-prompt",
-        _inert_cache,
-        needs=("log|config",),
-        patterns=(BLOCK_SIZE_SET, *LOG_SETTINGS),
-    ),
-    Check(
-        "PD4507",
-        "Slow reads within one node",
-        Category.SILENT_RECOMPUTE,
-        "warning",
-        "slow-on-one-node",
-        _slow_on_one_node,
-        needs=("log|metrics",),
-        patterns=(KV_TRANSFER_METRICS, *LOG_SETTINGS),
-        explains=("PD7504",),
-    ),
-    Check(
-        "PD4508",
-        "The recompute threshold is above the prompts",
-        Category.SILENT_RECOMPUTE,
-        "error",
-        "threshold-too-high",
-        _threshold_too_high,
-        needs=("config|metrics|log",),
-        patterns=LOG_SETTINGS,
-        premises=("PD4560",),
-        explains=("PD4511", "PD4562"),
-    ),
-    Check(
         "PD4510",
         "Incomplete kv_transfer_params",
         Category.SILENT_RECOMPUTE,
@@ -540,16 +346,7 @@ CHECKS = (
         "error",
         "nothing-transferred",
         _nothing_transferred,
-        needs=("metrics",),
-        patterns=LOG_SETTINGS,
-    ),
-    Check(
-        "PD4512",
-        "Turns do not continue their history",
-        Category.SILENT_RECOMPUTE,
-        "warning",
-        "history-changed",
-        _history,
-        needs=("metrics",),
+        needs=("metrics|log",),
+        patterns=(STATISTICS, *LOG_SETTINGS),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.captures import HANDLE, answers, requests, streams
+from pdctl.doctor.checks.captures import HANDLE, answers, request_heads, requests, streams
 from pdctl.doctor.checks.handshake import SIDE_PORTS
 from pdctl.doctor.checks.lines import ENGINE_DEAD
 from pdctl.doctor.checks.reading import seen
@@ -13,16 +13,20 @@ from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
 _WHO = r"(?:tenant|caller|principal|user|requester|client)"
+_IS = r"['\"]?\s*[=:]\s*['\"]?"
 _WHOSE = r"(?:owner|stored_by|owned_by|belongs_to|created_by)"
 CLAIM = Pattern(
     "claim-across-tenants",
     ("owner", "stored_by", "owned_by", "belongs_to", "created_by"),
-    rf"(?i)\b{_WHO}\s*[=:]\s*['\"]?(?P<who>[\w.@/-]+).*\b{_WHOSE}\s*[=:]\s*['\"]?(?P<whose>[\w.@/-]+)",
+    rf"(?i)\b{_WHO}{_IS}(?P<who>[\w.@/-]+).{{0,400}}\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+)",
 )
 CLAIM_REVERSED = Pattern(
     "claim-across-tenants-reversed",
     CLAIM.any_of,
-    rf"(?i)\b{_WHOSE}\s*[=:]\s*['\"]?(?P<whose>[\w.@/-]+).*\b{_WHO}\s*[=:]\s*['\"]?(?P<who>[\w.@/-]+)",
+    rf"(?i)\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+).{{0,400}}\b{_WHO}{_IS}(?P<who>[\w.@/-]+)",
+)
+DEVELOPMENT = Pattern(
+    "development-endpoints", ("Development endpoints are enabled",), r"Development endpoints"
 )
 STRIPPED = "pd_router_client_kv_params_stripped_total"
 FATAL = Pattern(
@@ -59,7 +63,7 @@ def _other_tenant(evidence: Evidence) -> Iterator[Answer]:
                     "an id that the client chooses, and by that alone.",
                     "Key the store by the authenticated principal and the conversation, drop "
                     "kv_transfer_params that clients send, and bind session tokens to their "
-                    "tenant (pd-router does, with router.tenant set).",
+                    "tenant (pd-router does, by router.tenant_header).",
                 )
                 return
 
@@ -109,7 +113,29 @@ def _line(leg: str, text: str, regex: str) -> Excerpt:
     return Excerpt(f"{leg}/config.txt", line.strip())
 
 
+_CHOOSES_LEG = re.compile(
+    r"(?im)^(?:> )?(x-(?:prefiller|decoder|kv-cache-source)-(?:host-port|url|hosts?)):\s*\S+"
+)
+
+
+def _client_chooses_leg(evidence: Evidence) -> Iterator[Finding]:
+    for leg, capture in request_heads(evidence, "client"):
+        if header := _CHOOSES_LEG.search(capture.text):
+            yield Finding(
+                next((each.name for each in evidence.role("router")), leg.name),
+                "likely",
+                (Excerpt(capture.source, header[0]),),
+                f"A client's request names the leg to take KV from ({header[1]}): where the router "
+                "or sidecar obeys it, the client chooses to which address the deployment sends "
+                "prompts and which engine's blocks are read.",
+                "Remove such headers at the public side and let only the router set them; let the "
+                "sidecar accept only the addresses of known legs.",
+            )
+            return
+
+
 def _client_params(evidence: Evidence) -> Iterator[Answer]:
+    yield from _client_chooses_leg(evidence)
     given = [
         capture
         for _, capture in requests(evidence, "client", DEPLOYMENT)
@@ -155,6 +181,20 @@ def _handle_leaks(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+def _development(evidence: Evidence) -> Iterator[Answer]:
+    found = seen(evidence, DEVELOPMENT)
+    if found:
+        yield Finding(
+            found.leg,
+            "certain",
+            found.excerpts[:1],
+            "The engine's development endpoints are on (VLLM_SERVER_DEV_MODE): whoever reaches its "
+            "port can read all settings, reset caches and put the engine to sleep.",
+            "Unset VLLM_SERVER_DEV_MODE where the port can be reached by others.",
+            severity="info",
+        )
+
+
 CHECKS = (
     Check(
         "PD8001",
@@ -187,6 +227,16 @@ CHECKS = (
         needs=("http",),
         patterns=(ENGINE_DEAD, FATAL),
         explains=("PD8505", "PD4510"),
+    ),
+    Check(
+        "PD8005",
+        "Development endpoints are on",
+        Category.SECURITY,
+        "info",
+        "development-endpoints",
+        _development,
+        needs=("log",),
+        patterns=(DEVELOPMENT,),
     ),
     Check(
         "PD8004",

@@ -13,7 +13,8 @@ from pd_connector.contract import (
     PLUGIN_NAME,
 )
 from pdctl.doctor.checks.captures import streams
-from pdctl.doctor.checks.reading import LOG_SETTINGS, is_true, seen, settings
+from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, settings
 from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
@@ -28,13 +29,11 @@ PLUGIN_ENGINE = Pattern("pdctl-connector-active", (LOG_CONNECTOR_ACTIVE,))
 NO_PARAMS_IN_STREAM = Pattern(
     "stream-without-params",
     ("kv_transfer_params",),
-    r"(?i)(?:stream|SSE|chunk).*(?:no|without|missing|lacks?)\b.*kv_transfer_params"
-    r"|(?:no|without|missing)\b[\w ]*kv_transfer_params.*(?:stream|SSE|chunk)",
+    r"(?i)(?:stream|SSE|chunk).{0,400}(?:no|without|missing|lacks?)\b.{0,400}kv_transfer_params"
+    r"|(?:no|without|missing)\b[\w ]*kv_transfer_params.{0,400}(?:stream|SSE|chunk)",
 )
 _FINISHED = re.compile(r'"finish_reason"\s*:\s*"(?:stop|length|tool_calls)"')
-_LUMP = re.compile(
-    r"\b(?:bytes|size|len(?:gth)?|read of|chunk)s?\W{0,3}(\d{4,6})\b|\b(\d{4,6}) bytes"
-)
+_SIZES = re.compile(r"(?i)\b(?:bytes|chunks?|reads?|sizes?|len(?:gth)?)\b")
 
 
 def _one_way(evidence: Evidence) -> bool:
@@ -113,12 +112,9 @@ def _plugin(evidence: Evidence) -> Iterator[Answer]:
 def _buffered(evidence: Evidence) -> Iterator[Answer]:
     for leg in evidence.legs:
         for capture in leg.http:
-            sizes = [int(a or b) for a, b in _LUMP.findall(capture.text)]
-            sizes += [
-                int(each)
-                for each in re.findall(r"(?<=then )[\d, ]+", capture.text)
-                for each in re.findall(r"\d{4,6}", each)
-            ]
+            if not _SIZES.search(capture.text):
+                continue
+            sizes = [int(each) for each in re.findall(r"\b\d{4,6}\b", capture.text)]
             lumps = [each for each in sizes if each % 4096 == 0]
             if len(lumps) < 2:
                 continue
@@ -152,7 +148,7 @@ CHECKS = (
         _no_handle,
         needs=("http|log",),
         patterns=(NO_PARAMS_IN_STREAM, *LOG_SETTINGS),
-        premises=("PD6003", "PD6060"),
+        premises=("PD6003",),
         explains=("PD4511",),
     ),
     Check(
@@ -174,7 +170,6 @@ CHECKS = (
         _plugin,
         needs=("log|env",),
         patterns=(PLUGIN_ACTIVE, PLUGIN_INACTIVE, PLUGIN_ENGINE, *LOG_SETTINGS),
-        premises=("PD6060",),
-        explains=("PD5501", "PD5560", "PD4511", "PD4562"),
+        explains=("PD5501", "PD4511"),
     ),
 )

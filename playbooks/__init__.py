@@ -1,0 +1,1 @@
+"""One page per finding code and alert: PD####-SLUG.md, with front matter."""

@@ -1,0 +1,224 @@
+"""pdctl bench against whatever answers at a URL: here a real router over fake engines."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from router_rig import Router
+
+from tests.cli import pdctl
+from tests.waiting import until
+
+SMALL = ("--lengths", "300,600,900", "--answer-tokens", "15", "--endpoint", "chat")
+EXPORTED = {
+    "metadata": {
+        "x_correlation_id": "c1",
+        "conversation_id": "session_000000",
+        "turn_index": 1,
+        "request_start_ns": 1795999423727580099,
+        "benchmark_phase": "profiling",
+    },
+    "metrics": {
+        "request_latency": {"value": 143.5, "unit": "ms"},
+        "time_to_first_token": {"value": 101.5, "unit": "ms"},
+        "usage_prompt_tokens": {"value": 120, "unit": "tokens"},
+        "usage_completion_tokens": {"value": 15, "unit": "tokens"},
+        "inter_token_latency": {"value": 3.0, "unit": "ms"},
+    },
+}
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def measured(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in rows_of(folder) if not row["warmup"]]
+
+
+def bench(served: Router, out: Path, *more: object) -> Any:
+    return pdctl("bench", "--client", "http", "--url", served.url, "-o", out, *more)
+
+
+def test_a_url_is_enough(served: Router, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    ended = bench(
+        served, out, *SMALL, "--repeats", "2", "--stats-json-output", tmp_path / "stats.json"
+    )
+    assert ended.code == 0, ended.err
+    assert "NO COMPARISON" in ended.out
+    rows = measured(out)
+    assert [row["outcome"] for row in rows] == ["miss", "hit", "hit", "hit"] * 2
+    assert [row["turn"] for row in rows] == [1, 2, 3, 4] * 2
+    for before, row in itertools.pairwise(rows):
+        if row["turn"] > 1:
+            assert row["tokens_read"] == before["prompt_tokens"] + before["answer_tokens"] - 1
+        assert 0 < row["ttft_ms"] <= row["latency_ms"]
+        assert row["prefill_ms"] >= 0
+    assert all(abs(row["prompt_tokens"] - row["target_tokens"]) < 20 for row in rows)
+    run = json.loads((out / "run.json").read_text())
+    assert (run["state"], run["exact_lengths"]) == ("complete", False)
+    assert len(json.loads((tmp_path / "stats.json").read_text())) == len(rows)
+
+
+def test_every_repeat_has_content_of_its_own(served: Router, tmp_path: Path) -> None:
+    bench(served, tmp_path / "a", *SMALL, "--repeats", "2", "--seed", "x")
+    prompts = [
+        request["messages"][0]["content"]
+        for request in served.prefill[0].requests[3:]
+        if len(request["messages"]) == 1
+    ]
+    assert len(prompts) == len({prompt[:16] for prompt in prompts})
+    salts = {request.get("cache_salt") for request in served.prefill[0].requests[3:]}
+    assert None not in salts and len(salts) == 3
+
+
+def test_two_urls_are_two_arms_and_without_counters_nothing_is_claimed(
+    served: Router, tmp_path: Path
+) -> None:
+    ended = pdctl(
+        "bench", "--client", "http", "--url", f"off={served.url}", "--url", f"on={served.url}/v1",
+        *SMALL, "--repeats", "3", "-o", tmp_path / "run", "--json",
+    )  # fmt: skip
+    report = json.loads(ended.out)
+    assert (ended.code, report["verdict"]) == (1, "INVALID")
+    assert "on reads back: no engine counters: nothing shows that KV moved" in report["problems"]
+
+
+def test_a_run_stops_on_its_error_budget_and_can_be_resumed(served: Router, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = (*SMALL, "--repeats", "6", "--seed", "s")
+    # Prefill answers the warm-up (and three probes for lengths) and the first repeat.
+    served.prefill[0].faults.extend([None] * (3 + 3 + 4) + [500] * 20)
+    ended = bench(served, out, *options)
+    assert ended.code == 1
+    assert "stopped: 4 of" in ended.err
+    assert json.loads((out / "run.json").read_text())["state"] == "error budget spent"
+    kept = [row for row in measured(out) if not row.get("error")]
+    assert [row["repeat"] for row in kept] == [1] * 4
+    served.prefill[0].faults.clear()
+    again = bench(served, out, *options, "--resume")
+    assert again.code == 0, again.err
+    rows = measured(out)
+    assert [(row["repeat"], row["turn"]) for row in rows] == [
+        (repeat, turn) for repeat in range(1, 7) for turn in (1, 2, 3, 4)
+    ]
+    assert rows[:4] == kept
+    other = bench(served, out, *SMALL, "--repeats", "5", "--resume")
+    assert (other.code, "another repeats" in other.err) == (2, True)
+
+
+def test_a_run_whose_turns_fail_is_no_success(served: Router, tmp_path: Path) -> None:
+    served.prefill[0].faults.extend([None] * (3 + 3) + [500])
+    ended = bench(served, tmp_path / "run", *SMALL, "--repeats", "2")
+    assert ended.code == 1
+    assert "url: sweep turn 1: HTTP 502" in ended.err
+    assert re.search(r"FAIL +errors +url 20.0%", ended.out)
+
+
+def test_an_interrupted_run_says_so_and_can_be_resumed(served: Router, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--client", "http", "--url", served.url, "-o", str(out), *SMALL, "--repeats", "3"]
+    served.decode[0].faults.extend([None] * (3 + 3 + 4 + 1) + ["hang"])
+    program = Path(sys.executable).with_name("pdctl")
+    bench = subprocess.Popen(
+        [program, "bench", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    until("the fifth turn", lambda: (out / "rows.jsonl").exists() and len(measured(out)) == 5)
+    bench.send_signal(signal.SIGTERM)
+    _, complaints = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert complaints.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in complaints and "destroyed" not in complaints
+    assert json.loads((out / "run.json").read_text())["state"] == "interrupted"
+    assert pdctl("report", out).code == 0
+    again = pdctl("bench", *options, "--resume")
+    assert again.code == 0, again.err
+    assert len(measured(out)) == 12
+
+
+def test_a_finished_folder_is_not_written_over(served: Router, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    ended = bench(served, tmp_path, *SMALL)
+    assert (ended.code, len(ended.lines)) == (2, 1)
+
+
+def test_agents_run_side_by_side(served: Router, tmp_path: Path) -> None:
+    ended = bench(
+        served, tmp_path / "run", "--agentic", "4", "--turns", "3", "--system-tokens", "400",
+        "--concurrency", "3", "--rate", "50", "--repeats", "1", "--answer-tokens", "15",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    rows = measured(tmp_path / "run")
+    assert sorted({row["conversation"] for row in rows}) == [f"agent-{n}" for n in (1, 2, 3, 4)]
+    assert len(rows) == 12
+    roles = {m["role"] for request in served.prefill[0].requests for m in request["messages"]}
+    assert roles == {"system", "user", "assistant", "tool"}
+
+
+def test_a_trace_is_replayed_with_the_answers_that_came_back(
+    served: Router, tmp_path: Path
+) -> None:
+    talk = [
+        {"role": role, "content": content}
+        for turn in range(3)
+        for role, content in (("user", f"question {turn}"), ("assistant", "of the file"))
+    ]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps([{"id": "a", "messages": talk}]))
+    ended = bench(served, tmp_path / "run", "--trace", file, "--repeats", "1")
+    assert ended.code == 0, ended.err
+    last = served.decode[0].requests[-1]["messages"]
+    assert [m["content"] for m in last if m["role"] == "user"] == [
+        f"question {n}" for n in range(3)
+    ]
+    assert all(m["content"].startswith("answer-") for m in last if m["role"] == "assistant")
+
+
+def test_the_export_of_aiperf_becomes_rows(served: Router, tmp_path: Path) -> None:
+    program = tmp_path / "fake-aiperf"
+    program.write_text(
+        "#!/usr/bin/env python3\nimport sys\n"
+        "folder = sys.argv[sys.argv.index('--output-artifact-dir') + 1]\n"
+        f"open(folder + '/profile_export.jsonl', 'w').write('''{json.dumps(EXPORTED)}''')\n"
+    )
+    program.chmod(0o755)
+    out = tmp_path / "run"
+    ended = pdctl(
+        "bench", "--client", "aiperf", "--url", served.url, "--program", program, "-o", out
+    )
+    assert ended.code == 0, ended.err
+    (row,) = rows_of(out)
+    assert (row["arm"], row["turn"], row["prompt_tokens"]) == ("aiperf", 2, 120)
+    assert (row["ttft_ms"], row["answer_tokens"]) == (101.5, 15)
+    missing = pdctl("bench", "--client", "aiperf", "--url", served.url, "--program",
+                    tmp_path / "not-there", "-o", tmp_path / "other")  # fmt: skip
+    assert (missing.code, len(missing.lines)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((), "give either a SPEC, or --client http with --url"),
+        (("--client", "http"), "--client http needs --url"),
+        (("--client", "http", "--url", "ftp://x"), "is no NAME=http://HOST:PORT"),
+        (("--client", "http", "--url", "http://127.0.0.1:1"), "/v1/models"),
+        (("x.yaml", "--attach", "--arms", "on,off"), "x.yaml"),
+    ],
+)
+def test_wrong_options_are_told_in_one_line(
+    words: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = pdctl("bench", *words)
+    assert ended.code in (1, 2)
+    assert reason in ended.err
+    assert len(ended.lines) == 1
+    assert os.listdir(tmp_path) == []
