@@ -146,7 +146,7 @@ def test_a_body_that_does_not_arrive_is_a_408(start_router: StartRouter) -> None
 def test_a_client_that_reads_nothing_is_dropped(start_router: StartRouter) -> None:
     router = start_router(client_stall_timeout=0.3)
     router.decode[0].omit_handles = True  # It would take long over the proof.
-    router.decode[0].scripts.append(Script(content="x" * 30_000_000, piece=10_000))
+    router.decode[0].scripts.append(Script(content="x" * 30_000_000, piece=100_000))
     body = json.dumps(Chat(router, "c").body("Hello")).encode()
     parts = urlsplit(router.url)
     with socket.socket() as client:
@@ -163,7 +163,7 @@ def test_a_client_that_reads_nothing_is_dropped(start_router: StartRouter) -> No
 def test_a_slow_client_gets_everything(start_router: StartRouter) -> None:
     router = start_router()
     router.decode[0].omit_handles = True  # It would take long over the proof.
-    router.decode[0].scripts.append(Script(content="x" * 3_000_000, piece=5_000))
+    router.decode[0].scripts.append(Script(content="x" * 3_000_000, piece=50_000))
     body = Chat(router, "c").body("Hello")
     with router.http.stream("POST", router.url + "/v1/chat/completions", json=body) as answer:
         raw = b""
