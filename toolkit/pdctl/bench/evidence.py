@@ -385,14 +385,20 @@ def _while_equal(pairs: list[tuple[Row, Row]]) -> list[tuple[Row, Row]]:
 
 
 def _logprobs(pairs: list[tuple[Row, Row]]) -> str:
-    gaps = [
-        abs(before.first_logprob - after.first_logprob)
-        for before, after in pairs
-        if before.first_logprob is not None
-        and after.first_logprob is not None
-        and before.first_token == after.first_token
-    ]
-    return f"; their log-probabilities differ by at most {max(gaps):.3f}" if gaps else ""
+    """How far the first tokens' log-probabilities are apart; where the tokens differ, whether it
+    was a close call."""
+    said = []
+    for what, equal in (("equal", True), ("different", False)):
+        gaps = [
+            abs(before.first_logprob - after.first_logprob)
+            for before, after in pairs
+            if before.first_logprob is not None
+            and after.first_logprob is not None
+            and (before.first_token == after.first_token) is equal
+        ]
+        if gaps:
+            said.append(f"{max(gaps):.3f} apart for {what} tokens")
+    return f"; log-probabilities at most {', '.join(said)}" if said else ""
 
 
 def _samples(run: Run) -> Check:

@@ -187,9 +187,12 @@ def stacked_bars(
     parts = [frame.open(title), _hatching(), _axes(frame, ticks, y_title, x_title)]
     slot = (frame.right - frame.left) / max(len(groups), 1)
     labels = []
+    longest = max((len(group.label) for group in groups), default=0)
+    stride = math.ceil((_CHARACTER * longest + 6) / slot)
     for place, group in enumerate(groups):
         middle = frame.left + slot * (place + 0.5)
-        labels.append((middle, group.label))
+        if (len(groups) - 1 - place) % stride == 0:
+            labels.append((middle, group.label))
         thick = min(30.0, slot * 0.8 / max(len(group.bars), 1))
         begin = middle - thick * len(group.bars) / 2
         for number, bar in enumerate(group.bars):

@@ -208,7 +208,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def _lengths(result: Result) -> str:
     head = (
         "prompt", "arm", "TTFT ms", "mean", "P90", "ratio (95 %)", "prefill ms", "ratio (95 %)",
-        "read ms", "GB/s", "descriptors", "tokens read", "outside engines ms",
+        "read ms", "GB/s", "descriptors", "tokens read", "outside ms",
     )  # fmt: skip
     rows = [
         (
@@ -233,7 +233,7 @@ def _lengths(result: Result) -> str:
         "<section><h2>By prompt length</h2>"
         + _table(head, rows)
         + f"<p class='note'>Medians, and mean and P90 of TTFT. Ratio: {escape(result.base)} over "
-        "the arm. Outside engines: TTFT less the engines' own times, that is router, HTTP and "
+        "the arm. Outside: TTFT less the engines' own times, that is router, HTTP and "
         "client, with its share.</p></section>"
     )
 

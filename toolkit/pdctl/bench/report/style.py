@@ -46,7 +46,7 @@ svg .o-append{fill:var(--arm2)}svg .o-miss,svg .o-disabled{fill:var(--arm0)}
 svg .o-failed,svg .o-error,svg .o-expired,svg .o-history_changed{fill:var(--bad)}
 .scroll{overflow-x:auto;border:1px solid var(--rule);border-radius:8px;background:var(--card)}
 table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
-th,td{padding:6px 9px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
+th,td{padding:6px 7px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
 th{color:var(--soft);font-weight:600}tbody tr:last-child td{border-bottom:0}
 th:first-child,td:first-child{text-align:left}
 details table td{white-space:normal;text-align:left}details table th{text-align:left}
