@@ -76,10 +76,8 @@ def _no_session(evidence: Evidence) -> Iterator[Answer]:
     if keyless and not repeated and not seen(evidence, SESSION) and not named:
         yield _unnamed(keyless)
         return
-    if not repeated and not (bare and not named and (unnamed or missed)):
-        return
-    spread = f" {len(places)} decode legs served them." if len(places) > 1 else ""
-    if stored := _kept_all_the_same(evidence):
+    stored = _kept_all_the_same(evidence)
+    if stored and unnamed.count >= 2 and not seen(evidence, SESSION):
         yield Finding(
             stored[0],
             "certain",
@@ -92,6 +90,9 @@ def _no_session(evidence: Evidence) -> Iterator[Answer]:
             severity="info",
         )
         return
+    if not repeated and not (bare and not named and (unnamed or missed)):
+        return
+    spread = f" {len(places)} decode legs served them." if len(places) > 1 else ""
     yield Finding(
         next((leg.name for leg in evidence.role("router")), DEPLOYMENT),
         "certain" if repeated and bare else "likely",
