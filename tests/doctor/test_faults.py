@@ -25,9 +25,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
             place.stop_all()
 
 
-def test_turns_without_a_conversation_id_are_no_fault(place: Faulty) -> None:
+def test_turns_without_a_conversation_id_are_told_of(place: Faulty) -> None:
+    """The router finds the turn before by its text: worth knowing, and no fault."""
     place.turns(3, None)
-    assert place.doctor().bad() == []
+    found = place.doctor()
+    assert [each["code"] for each in found.findings][:1] == ["PD5501"]
+    assert found.bad() == []
 
 
 def test_faults_of_the_decode_leg(place: Faulty) -> None:

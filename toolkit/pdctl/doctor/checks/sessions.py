@@ -9,6 +9,7 @@ from pd_connector.contract import CONVERSATION_HEADERS
 from pdctl.doctor.checks.captures import answers, request_heads, requests
 from pdctl.doctor.checks.reading import Seen, seen
 from pdctl.doctor.evidence.facts import Capture, Evidence, LegEvidence
+from pdctl.doctor.evidence.web import parse_answer
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
 NO_SESSION = Pattern(
@@ -75,6 +76,20 @@ def _no_session(evidence: Evidence) -> Iterator[Answer]:
     if keyless and not repeated and not seen(evidence, SESSION) and not named:
         yield _unnamed(keyless)
         return
+    stored = _kept_all_the_same(evidence)
+    if stored and unnamed.count >= 2 and not seen(evidence, SESSION):
+        yield Finding(
+            stored[0],
+            "certain",
+            (*unnamed.excerpts[:2], stored[1]),
+            "Clients do not name their conversation: no conversation_id in the body and no "
+            "X-Session-ID or X-Conversation-ID header. This router finds the turn before by its "
+            "text, so reuse works as long as clients send their history back unchanged.",
+            "Send conversation_id in the body or X-Session-ID all the same: the turn is found "
+            "without comparing texts, and an edited history is told from a new conversation.",
+            severity="info",
+        )
+        return
     if not repeated and not (bare and not named and (unnamed or missed)):
         return
     spread = f" {len(places)} decode legs served them." if len(places) > 1 else ""
@@ -93,6 +108,15 @@ def _no_session(evidence: Evidence) -> Iterator[Answer]:
         "(benchmark_serving_multi_turn.py: --send-conversation-id). Count turns without it: "
         'pd_router_turns_total{outcome="miss"} on second turns.',
     )
+
+
+def _kept_all_the_same(evidence: Evidence) -> tuple[str, Excerpt] | None:
+    """The router that keeps handles also of turns that name no conversation."""
+    name = "pd_router_handles_stored_total"
+    for leg in evidence.role("router"):
+        if leg.metrics and leg.metrics.value(name):
+            return leg.name, leg.metrics.excerpt(name)
+    return None
 
 
 def _unnamed(keyless: Seen) -> Finding:
@@ -117,7 +141,12 @@ def _heads(evidence: Evidence) -> list[tuple[LegEvidence, Capture]]:
         for leg, capture in requests(evidence, "client", "router", DEPLOYMENT)
         if _HISTORY.search(capture.text) and (leg, capture) not in found
     ]
-    return [(leg, c) for leg, c in found if "/metrics" not in c.text and "/health" not in c.text]
+    # What pdctl asked itself is no client's request.
+    return [
+        (leg, c)
+        for leg, c in found
+        if not parse_answer(c) and "/metrics" not in c.text and "/health" not in c.text
+    ]
 
 
 def _names_session(capture: Capture) -> bool:
