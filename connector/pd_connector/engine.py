@@ -56,7 +56,7 @@ class EngineLeases:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         self._pending = pending
         self._declined = 0
-        table = Leases()
+        self.table = table = Leases()
         high_water = float(extra.get(HIGH_WATER_KEY, HIGH_WATER))
         self.pins = Pins(table, pending, high_water, block_sizes)
         self.spans = Spans(

@@ -62,6 +62,8 @@ class Leases:
     clock: Callable[[], float] = time.perf_counter
     claim_seconds: float = CLAIM_SECONDS
     margin: float = READ_MARGIN_SECONDS
+    changed: Callable[[], None] = lambda: None
+    """Called, from any thread, when a claim or an order may need a step of the engine soon."""
     _pins: dict[str, Pin] = field(default_factory=dict)
     _claimed: set[str] = field(default_factory=set)
     _ends: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
@@ -95,7 +97,8 @@ class Leases:
             pin.reader, pin.claim_ends = reader, now + self.claim_seconds
             self._claimed.add(turn)
             self._live_until(turn, pin, pin.claim_ends + self.margin)
-            return Claim(True, self.claim_seconds, "granted")
+        self.changed()
+        return Claim(True, self.claim_seconds, "granted")
 
     def unclaim(self, turn: str, reader: str) -> bool:
         """``reader`` did not start its read and will not."""
@@ -110,7 +113,9 @@ class Leases:
         """Free turns: each is ``released``, ``reading`` (freed once read) or ``unknown``."""
         with self._lock:
             self._lapse(self.clock())
-            return {turn: self._want(turn, why) for turn in turns}
+            states = {turn: self._want(turn, why) for turn in turns}
+        self.changed()
+        return states
 
     def renew(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """Let turns live at least so many seconds from now; the seconds that each then has left.
@@ -182,6 +187,17 @@ class Leases:
     def held(self) -> tuple[int, int]:
         """Finished turns that are kept, and the distinct blocks they keep."""
         return len(self._pins), len(self._blocks)
+
+    def quiet_for(self) -> float:
+        """Seconds in which nothing happens to the kept turns unless :attr:`changed` is called: 0
+        while one is read or the workers must be told something."""
+        with self._lock:
+            if self._claimed or self._release or self._extend:
+                return 0.0
+            if any(pin.leaving for pin in self._pins.values()):
+                return 0.0
+            first = min((pin.deadline for pin in self._pins.values()), default=0.0)
+        return max(0.0, first - self.clock())
 
     def turns(self) -> list[dict[str, Any]]:
         """Every kept turn, the longest idle first; times in seconds."""

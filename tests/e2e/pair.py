@@ -29,6 +29,8 @@ DECODE_ARGS = [
     "hermes",
     "--reasoning-parser",
     "qwen3",
+    "--structured-outputs-config",
+    '{"enable_in_reasoning": true}',
 ]
 
 

@@ -228,7 +228,8 @@ def test_kept_turns_make_room_for_requests(pair: Pair) -> None:
 
 def test_an_idle_engine_with_kept_turns_rests(pair: Pair) -> None:
     pair.leases(release=sorted(pinned(pair)))
-    until("nothing is kept", lambda: not pinned(pair))
+    url = pair.deployment.decode_url
+    until("nothing is kept", lambda: not pair.metrics(url)(telemetry.ENGINE_PINS.name))
     without = used_cores(pair.decode_pid())
     hit(pair)
     kept = used_cores(pair.decode_pid())
@@ -236,8 +237,9 @@ def test_an_idle_engine_with_kept_turns_rests(pair: Pair) -> None:
     assert kept < without + 0.4
 
 
-def used_cores(leader: int, seconds: float = 3) -> float:
-    """Cores that the processes of a leg use over a while."""
+def used_cores(leader: int, seconds: float = 5) -> float:
+    """Cores that the processes of a leg use over a while, once its worker has stopped spinning,
+    which it does for a second after each step."""
 
     def cpu() -> float:
         total = 0
@@ -247,6 +249,8 @@ def used_cores(leader: int, seconds: float = 3) -> float:
             total += int(fields[11]) + int(fields[12])
         return total / os.sysconf("SC_CLK_TCK")
 
+    step = time.monotonic()
+    until("the worker rests", lambda: time.monotonic() - step > 1.5)
     started, before = time.monotonic(), cpu()
     until("the while is over", lambda: time.monotonic() - started > seconds)
     return (cpu() - before) / (time.monotonic() - started)

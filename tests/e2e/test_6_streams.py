@@ -28,6 +28,8 @@ TOOL = {
         },
     },
 }
+NOT_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+TWO = {"n": 2, "temperature": 1, "seed": 7, "ignore_eos": True}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {}),
     "chat, usage": (CHAT, {"stream_options": {"include_usage": True}}),
@@ -35,8 +37,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         CHAT,
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
-    "chat, two answers": (CHAT, {"n": 2}),
-    "chat, stopped": (CHAT, {"stop": ["e", "a", "o"], "max_tokens": 64}),
+    "chat, two answers": (CHAT, TWO),
+    "chat, stopped by a token": (CHAT, {"stop_token_ids": [*range(30, 60)], "max_tokens": 64}),
     "chat, no reasoning in the answer": (CHAT, {"include_reasoning": False}),
     "chat, named tool": (
         CHAT,
@@ -44,13 +46,17 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tools": [TOOL],
             "tool_choice": {"type": "function", "function": {"name": "f"}},
             "max_tokens": 64,
+            **NOT_THINKING,
         },
     ),
-    "chat, required tool": (CHAT, {"tools": [TOOL], "tool_choice": "required", "max_tokens": 96}),
+    "chat, required tool": (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": "required", "max_tokens": 96, **NOT_THINKING},
+    ),
     "chat, a tool if it likes": (CHAT, {"tools": [TOOL], "tool_choice": "auto"}),
     "chat, token ids": (CHAT, {"return_token_ids": True}),
     "text": (TEXT, {}),
-    "text, two answers": (TEXT, {"n": 2}),
+    "text, two answers": (TEXT, TWO),
     "text, echo": (TEXT, {"echo": True}),
     "text, usage": (TEXT, {"stream_options": {"include_usage": True}}),
     "responses": (RESPONSES, {}),
@@ -71,10 +77,12 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def told(handle: dict[str, Any]) -> dict[str, Any]:
+def told(handle: dict[str, Any], same_tokens: bool = True) -> dict[str, Any]:
     """What two handles of the same turn have in common."""
     blocks = [len(group) for group in handle[contract.REMOTE_BLOCK_IDS]]
-    own = (contract.REMOTE_NUM_TOKENS, contract.PD_TOKENS, contract.PD_LEASE, "tp_size")
+    own = [contract.REMOTE_NUM_TOKENS, contract.PD_LEASE, "tp_size"]
+    if same_tokens:
+        own.append(contract.PD_TOKENS)
     return {name: handle[name] for name in own} | {"blocks": blocks}
 
 
@@ -103,19 +111,34 @@ def test_the_handle_is_that_of_the_answer_in_one_piece(pair: Pair, name: str) ->
         assert len(finishing) == more.get("n", 1)
         assert carriers == finishing[-1:]
     (carrier,) = carriers
-    assert told(carrier[contract.KV_TRANSFER_PARAMS]) == told(expected)
+    same_tokens = "n" not in more
+    handle = carrier[contract.KV_TRANSFER_PARAMS]
+    assert told(handle, same_tokens) == told(expected, same_tokens)
     # Only what was handed out is kept, of two answers as of one.
-    handed = {
-        h[contract.REMOTE_REQUEST_ID] for h in (expected, carrier[contract.KV_TRANSFER_PARAMS])
-    }
+    handed = {each[contract.REMOTE_REQUEST_ID] for each in (expected, handle)}
     until("nothing else is kept", lambda: pinned(pair) == handed, 10)
 
 
 def test_a_tool_call_is_one_in_the_stream(pair: Pair) -> None:
     """The matrix would not notice if no tool was ever called."""
     body = body_of(CHAT, "call it", REQUESTS["chat, named tool"][1]) | {"stream": True}
-    chunks = events(pair.client.post(f"{pair.deployment.decode_url}{CHAT}", json=body).text)
-    assert any(c["choices"][0]["delta"].get("tool_calls") for c in chunks if c["choices"])
+    text = pair.client.post(f"{pair.deployment.decode_url}{CHAT}", json=body).text
+    deltas = [c["choices"][0]["delta"] for c in events(text) if c["choices"]]
+    assert any(delta.get("tool_calls") for delta in deltas), text
+
+
+def test_a_stop_string_leaves_no_handle_either_way(pair: Pair) -> None:
+    """vLLM's server finds stop strings itself and aborts the request in the engine: as for a
+    client that left, nothing is kept."""
+    body = body_of(CHAT, "until a vowel", {"stop": [*"aeiouAEIOU "], "max_tokens": 200})
+    url = f"{pair.deployment.decode_url}{CHAT}"
+    pair.leases(release=sorted(pinned(pair)))
+    whole = pair.client.post(url, json=body).json()
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert whole[contract.KV_TRANSFER_PARAMS] is None
+    streamed = pair.client.post(url, json=body | {"stream": True}).text
+    assert contract.KV_TRANSFER_PARAMS not in streamed
+    until("nothing is kept", lambda: pinned(pair) == set())
 
 
 def test_an_aborted_stream_keeps_nothing(pair: Pair) -> None:
