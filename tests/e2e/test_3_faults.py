@@ -85,7 +85,7 @@ def test_decode_is_killed_between_turns(deployment: Deployment) -> None:
     assert turn.outcome == Outcome.HIT.value
 
     # A handle of the engine that is gone, as a router that saw nothing of it would send it.
-    assert prefill_with(deployment, *stale) == Outcome.FAILED.value
+    assert prefill_with(deployment, *stale) == Outcome.EXPIRED.value
 
 
 def test_a_handle_is_read_once_and_only_for_its_own_tokens(deployment: Deployment) -> None:
