@@ -141,6 +141,7 @@ class FakeEngine:
         self.lease_posts = 0
         self.looked_at = 0
         self.reads_fail = False
+        self.says_ids: list[int] | None = None
         self.released_turns: list[str] = []
         self.tokenized: list[dict[str, Any]] = []
         self.cached: list[str] = []
@@ -649,7 +650,7 @@ def whole_answer(
         "kv_transfer_params": params,
     }
     if chat and body.get("return_token_ids"):
-        answer["prompt_token_ids"] = [*map(ord, render(body))]
+        answer["prompt_token_ids"] = engine.says_ids or [*map(ord, render(body))]
     return answer
 
 

@@ -34,6 +34,7 @@ from tests.doctor.faulty import (
     with_transfer,
 )
 
+from pdctl.cli.common import interrupt_on_hangup
 from pdctl.plan import Leg
 
 LIMIT_SECONDS = 10.0
@@ -161,23 +162,15 @@ def decode(table: Table) -> None:
         )
         place.start(place.leg(R))
         table.row("decode TTL of 2 s", place, "PD4060")
-        timed("plugin missing", lambda: place.start(with_env(place.leg(D), VLLM_PLUGINS="none")))
-        table.row("plugin missing", place, "PD6003")
-        place.turns(3)
-        table.row("plugin missing, after turns", place, "PD6003")
-        stock = with_config(
-            with_env(place.leg(D), VLLM_PLUGINS="none"),
-            kv_connector_module_path=None,
-            kv_load_failure_policy="fail",
-        )
-        timed("stock", lambda: place.start(stock))
-        place.turns(3)
-        table.row("stock streaming", place, "PD6003")
         timed(
             "telemetry off",
             lambda: place.start(with_env(place.leg(D), NIXL_TELEMETRY_ENABLE="n")),
         )
-        table.row("NIXL telemetry off", place, *TELEMETRY)
+        table.row("NIXL telemetry off", place, "PD7502")
+        timed("plugin missing", lambda: place.start(with_env(place.leg(D), VLLM_PLUGINS="none")))
+        table.row("plugin missing", place, "PD6003")
+        place.turns(3)
+        table.row("plugin missing, after turns", place, "PD6003")
         fixed = with_config(place.leg(D), engine_id="decode-engine-001")
         timed("fixed id", lambda: place.start(fixed))
         place.start(place.leg(R))
@@ -186,9 +179,14 @@ def decode(table: Table) -> None:
         table.row("D restarted under the same id", place, "PD8501")
         place.turns(2)
         table.row("D restarted under the same id, after turns", place, "PD8501")
-
-
-TELEMETRY = ("PD7502",)
+        stock = with_config(
+            with_env(place.leg(D), VLLM_PLUGINS="none"),
+            kv_connector_module_path=None,
+            kv_load_failure_policy="fail",
+        )
+        timed("stock", lambda: place.start(stock))
+        place.turns(3)
+        table.row("stock streaming", place, "PD6003")
 
 
 def prefill(table: Table) -> None:
@@ -297,6 +295,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.keep:
         args.keep.mkdir(parents=True, exist_ok=True)
+    # Whoever ends this script ends what it has started.
+    interrupt_on_hangup()
     table = Table(args.keep, args.mpich, args.fake)
     for stage in args.stages:
         print(f"== {stage}", flush=True)

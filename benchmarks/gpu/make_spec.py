@@ -74,7 +74,7 @@ def spec(name: str, model: str, python: str, given: dict[str, str]) -> dict:
             "cross_layer_blocks": "auto",
         },
         **legs,
-        "router": {"port": port, "handle_ttl": "14s", "append_max_tokens": 4096},
+        "router": {"port": port, "handle_ttl": "14s"},
     }
 
 

@@ -19,6 +19,7 @@ say() { echo "[$(($(date +%s) - began)) s] $*"; }
 pdctl() { "$PYTHON" -c 'import sys; from pdctl.cli import main; sys.argv[0] = "pdctl"; main()' "$@"; }
 
 running=
+# shellcheck disable=SC2329  # by the trap
 save() {
   [ -n "$running" ] && say "stopping $running" && pdctl down "$running" --grace 5
   tar -C "$PDCTL_STATE_DIR" -czf "$OUT/logs.tar.gz" --exclude lock . 2>/dev/null
@@ -37,7 +38,7 @@ one_shape() {
   pdctl render "$spec" -o "$work/$name-scripts" >/dev/null
   say "$shape: starting the legs"
   running=$name
-  pdctl up "$spec" --timeout 260 || return 1
+  pdctl up "$spec" --timeout 260 || return 3
   say "$shape: up"
   grep -hiE "cross layer KV|KV cache size|model weights take|loading took|pd_connector|Backend .* instantiated" \
     "$PDCTL_STATE_DIR/$name"/*.log | sed 's/^([^)]*) *//' | cut -c1-200 | sort | uniq -c
@@ -61,5 +62,7 @@ one_shape() {
 
 for shape in "$@"; do
   [ "$(left)" -lt 60 ] && say "no time left for $shape" && break
-  one_shape "$shape" || say "$shape: FAILED"
+  one_shape "$shape" || { code=$?; say "$shape: FAILED"; }
 done
+# 3: the legs did not start.
+exit "${code:-0}"

@@ -4,6 +4,7 @@ usage: python benchmarks/router/memory.py [--handles 100000] [--tokens 24576] [-
 """
 
 import argparse
+import base64
 import gc
 import json
 import os
@@ -14,8 +15,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-CASES = (("128", "aged"), ("16", "fresh"), ("16", "aged"))
-"""Block size in tokens; blocks of a fresh engine follow each other, of an aged one they do not."""
+from pd_connector.proof import SHORT, tokens_per_digest
+
+CASES = (
+    ("stock", "128", "aged"),
+    ("stock", "16", "fresh"),
+    ("stock", "16", "aged"),
+    ("pdctl", "128", "fresh"),
+    ("pdctl", "128", "aged"),
+    ("pdctl", "16", "aged"),
+)
+"""Connector (pdctl's handles prove their tokens), block size in tokens, and engine: blocks of a
+fresh one follow each other, of an aged one they do not."""
 BLOCKS = {"128": 20_000, "16": 160_000}
 """KV blocks of a leg, so large that its block ids have as many digits as in earnest."""
 
@@ -25,7 +36,7 @@ def main() -> int:
     parser.add_argument("--handles", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=24_576, help="of every handle")
     parser.add_argument("-o", dest="output", choices=("table", "json"), default="table")
-    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.case:
         print(json.dumps(fill(given.handles, given.tokens, *given.case)))
@@ -39,17 +50,18 @@ def main() -> int:
     if given.output == "json":
         print(json.dumps(rows))
         return 0
-    print("| block size | engine | params as JSON, bytes | held, bytes | counted, bytes |")
-    print("|---|---|---|---|---|")
+    print(
+        "| connector | block size | engine | params as JSON, bytes | held, bytes | counted, bytes |"
+    )
+    print("|---|---|---|---|---|---|")
     for row in rows:
-        print(
-            f"| {row['block_size']} | {row['engine']} | {row['json']} | {row['held']:.0f} | "
-            f"{row['counted']:.0f} |"
-        )
+        cells = [*row.values()][:4]
+        cells += [f"{row['held']:.0f}", f"{row['counted']:.0f}"]
+        print("| " + " | ".join(map(str, cells)) + " |")
     return 0
 
 
-def fill(count: int, tokens: int, block_size: str, engine: str) -> dict[str, Any]:
+def fill(count: int, tokens: int, connector: str, block_size: str, engine: str) -> dict[str, Any]:
     from pd_router.handles import Handle, MemoryStore  # noqa: PLC0415
     from pd_router.history import MARK, Past  # noqa: PLC0415
     from pd_router.packing import pack  # noqa: PLC0415
@@ -62,6 +74,8 @@ def fill(count: int, tokens: int, block_size: str, engine: str) -> dict[str, Any
     before = rss()
     for number in range(count):
         params = handle_params(draw, number, tokens, int(block_size), engine)
+        if connector == "pdctl":
+            params |= proof(draw, tokens, int(block_size))
         size += len(json.dumps(params, separators=(",", ":")))
         past = Past(
             "chat",
@@ -75,7 +89,7 @@ def fill(count: int, tokens: int, block_size: str, engine: str) -> dict[str, Any
             draw.randbytes(MARK * 40),
         )
         handle = Handle(
-            id=f"{number:032x}",
+            id=f"{number:016x}",
             request=str(params["remote_request_id"]),
             key=draw.randbytes(16).hex(),
             packed=pack(params),
@@ -93,6 +107,7 @@ def fill(count: int, tokens: int, block_size: str, engine: str) -> dict[str, Any
         store.put(handle)
     gc.collect()
     return {
+        "connector": connector,
         "block_size": int(block_size),
         "engine": engine,
         "json": size // count,
@@ -124,9 +139,19 @@ def handle_params(
         "remote_num_tokens": tokens,
         "remote_blocks_expiry_time": 123456.789 + number,
         "transfer_mode": "pull",
-        "pd_tokens": {"v": 1, "n": tokens, "digest": draw.randbytes(32).hex()},
-        "pd_sig": draw.randbytes(32).hex(),
     }
+
+
+def proof(draw: random.Random, tokens: int, block_size: int) -> dict[str, Any]:
+    """What the pdctl connector adds: random digests are as long as true ones."""
+
+    def digest(size: int) -> str:
+        return base64.b64encode(draw.randbytes(size)).decode()
+
+    stride = tokens_per_digest(tokens, block_size)
+    digests = digest(SHORT * (tokens // stride))
+    found = {"v": 2, "n": tokens, "b": block_size, "g": stride, "d": digests, "e": digest(16)}
+    return {"pd_tokens": found, "pd_lease": {"v": 1}, "pd_sig": digest(16)}
 
 
 def rss() -> int:

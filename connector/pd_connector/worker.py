@@ -68,11 +68,30 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         sent, received = super().get_finished()
+        return sent | self._settle(received), received
+
+    def get_transfer_results(self) -> Any:
+        """What vLLM from 0.30 on asks instead of get_finished."""
+        results = super().get_transfer_results()
+        results.finished_sending |= self._settle(results.finished_recving)
+        return results
+
+    def _settle(self, received: set[str]) -> set[str]:
+        """Forget READs that are over; the turns that were released since the last call."""
         released, self._released = self._released, set()
         for request_id in received:
             self._posted.pop(request_id, None)
             self._read_ends.pop(request_id, None)
-        return sent | released, received
+        return released
+
+    def _fail(self, request_id: str) -> None:
+        """Have a read end as one that failed."""
+        failures: set[str] | None = getattr(self, "_recv_failures", None)
+        if failures is None:
+            self._handle_failed_transfer(request_id, None)
+        else:
+            # vLLM from 0.30 on.
+            self._handle_failed_transfer(request_id, None, failures)
 
     def _obey(self, commands: Commands) -> None:
         now = time.perf_counter()
@@ -105,7 +124,7 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         if self._names_no_such_block(meta):
             # vLLM would read another layer's block in its place.
             logger.warning("pd_connector: request %s: its handle names no block", req_id)
-            self._handle_failed_transfer(req_id, None)
+            self._fail(req_id)
             return
         super()._read_blocks_for_req(req_id, meta)
         if self._read_declined:
@@ -123,14 +142,22 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         ids = [block for group in meta.remote.block_ids for block in group]
         return blocks is not None and bool(ids) and max(ids) >= blocks
 
-    def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> set[str]:
-        """As vLLM's, one request at a time, to tell whose transfers have ended."""
+    def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> Any:
+        """As vLLM's, one request at a time, to tell whose transfers have ended.
+
+        Returns the requests that are done; from vLLM 0.30 on also those that failed.
+        """
         done: set[str] = set()
+        failed: set[str] = set()
+        result = super()._pop_done_transfers({})
         data = self.xfer_stats.data
         for request_id in list(transfers):
             before = len(data["bytes_transferred"])
             one = {request_id: transfers.pop(request_id)}
-            done |= super()._pop_done_transfers(one)
+            result = super()._pop_done_transfers(one)
+            ended, broken = result if isinstance(result, tuple) else (result, set())
+            done |= ended
+            failed |= broken
             transfers.update(one)
             for index in range(before, len(data["bytes_transferred"])):
                 self._ended.append(
@@ -145,8 +172,8 @@ class PdPullWorker(NixlPullConnectorWorker):  # type: ignore[misc]
                 )
             if request_id in done and self._too_late(request_id):
                 self._expired_reads.add(request_id)
-                self._handle_failed_transfer(request_id, None)
-        return done
+                self._fail(request_id)
+        return (done, failed) if isinstance(result, tuple) else done
 
     def _too_late(self, request_id: str) -> bool:
         """Whether the claim lapsed during the READ, so that other tokens may have been read."""

@@ -57,12 +57,20 @@ async def find(store: HandleStore, identity: Identity, prompt: Prompt, settings:
     if not live:
         return Found(Outcome.EXPIRED, "expired", near=handles[0])
     matches = [(handle, prompt.match(handle.past)) for handle in live]
-    handle, match = max(matches, key=lambda pair: (pair[1].shared, pair[0].born))
+    handle, match = max(matches, key=_worth)
     reason = _why_not(handle, match, settings)
     outcome = Outcome.HISTORY_CHANGED if reason == "history_changed" else Outcome.MISS
     if reason == "unproven":
         outcome = Outcome.HISTORY_CHANGED
     return Found(outcome, reason, handle, match, near=handle)
+
+
+def _worth(fit: tuple[Handle, Match]) -> tuple[bool, bool, float, float]:
+    """What makes one handle fit better than another: it is continued, it can be read, it brings
+    more tokens, it is newer."""
+    handle, match = fit
+    continued = match.continuation is not Continuation.CHANGED
+    return continued, handle.readable, handle.tokens * match.shared, handle.born
 
 
 def _why_not(handle: Handle, match: Match, settings: Settings) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 from pd_connector import contract
 from pd_router import jsonbytes
 from pd_router.body import FRESH_PREFILL, TurnBody
-from pd_router.engines import Broken, EngineAnswer, LegFailure, TimedOut
+from pd_router.engines import Broken, EngineAnswer, LegFailure, NotReached, TimedOut
 from pd_router.errors import TurnError, refusal, unavailable
 from pd_router.handles import Handle
 from pd_router.history import Endpoint
@@ -41,8 +41,13 @@ async def ask_prefill(
     bound = settings.readback_timeout if handle else settings.prefill_timeout
     headers = turn.engine_headers(span)
     fetch = turn.router.engines.fetch
+    # From here on prefill may have it, also if the turn is cut off.
+    turn.sent = handle is not None
     try:
         status, raw = await fetch(leg, PATHS[turn.endpoint], payload, headers, total=bound)
+    except NotReached:
+        turn.sent = False
+        raise
     except (Broken, TimedOut) as failure:
         if handle is not None:
             turn.handle_sent(leg, handle)

@@ -28,7 +28,7 @@ from pd_router.exchange import (
     prefill_params,
 )
 from pd_router.handles import Handle
-from pd_router.history import Endpoint, Prompt, read_prompt
+from pd_router.history import Endpoint, Prompt, ids_digest, read_prompt
 from pd_router.identity import identify
 from pd_router.keep import Keeper
 from pd_router.legs import Leg
@@ -36,6 +36,7 @@ from pd_router.parts import Router
 from pd_router.pipe import open_pipe
 from pd_router.placement import Placement, place
 from pd_router.relay import StreamRelay, relay_body
+from pd_router.reuse import Reuse
 from pd_router.routes import Choice
 from pd_router.state import Params, TurnState
 from pd_router.tokens import IdsTap, prompt_ids
@@ -91,6 +92,9 @@ class Turn(TurnState):
         except (TurnError, EngineRefused) as error:
             self.facts.ending = "refused" if error.status < 500 else "error"
             self.facts.error = f"HTTP {error.status}"
+            raise
+        except Exception as error:
+            self.facts.ending, self.facts.error = "error", type(error).__name__
             raise
         finally:
             self.end()
@@ -187,6 +191,7 @@ class Turn(TurnState):
                     leg = legs.pick_prefill(tried)
                 facts.prefill_leg, handle = leg.name, self.claimed
                 self._quiet = not leg.in_flight
+                sent_at = time.perf_counter()
                 try:
                     with leg.serving(choice.new_tokens):
                         answer = await ask_prefill(self, leg, body, handle, span)
@@ -202,7 +207,11 @@ class Turn(TurnState):
                     else:
                         raise leg_error(failure.cause or LegFailure(leg, "failed")) from failure
                 else:
-                    return self._prefilled(leg, answer, handle, began)
+                    if handle is None or not self._read_other_tokens(answer, handle):
+                        return self._prefilled(leg, answer, handle, sent_at)
+                    log.warning("prefill on %s had other tokens than were proven", leg.name)
+                    self.note(Reuse(Outcome.HISTORY_CHANGED, "tokens_differ"))
+                    self.settle_claim(read=True)
         except (TurnError, EngineRefused) as refused:
             error = f"HTTP {refused.status}"
             raise
@@ -214,6 +223,11 @@ class Turn(TurnState):
                 telemetry.OUTCOME: None if facts.outcome is None else facts.outcome.value,
             }
             self.end_span(telemetry.SPAN_PREFILL, span, began, attributes, error)
+
+    def _read_other_tokens(self, answer: dict[str, Any], handle: Handle) -> bool:
+        """Whether prefill, by its own word, computed another prompt than the router has proven."""
+        ids = None if self.tap is None else prompt_ids(answer)
+        return ids is not None and ids_digest(ids[: handle.tokens]) != handle.ids_digest
 
     def _prefilled(
         self, leg: Leg, answer: dict[str, Any], handle: Handle | None, began: float
@@ -245,16 +259,19 @@ class Turn(TurnState):
     ) -> tuple[Leg, EngineAnswer]:
         """Decode's open answer, status 200, and the leg that gives it."""
         repeated = False
+        lost: Leg | None = None
         while True:
             alone = self.facts.route is Route.APPEND
             if not alone and self._too_late():
                 params = await self._prefill_again(body)
             self._decode_began, self._decode_span = time.perf_counter(), self.child_span()
+            # From here on decode may have gone on from the claimed handle's turn.
+            self.sent = True
             try:
                 answer = await ask_decode(self, leg, body, params, self._decode_span, alone=alone)
             except NotReached as failure:
                 self.router.health.mark_down(leg, failure.reason)
-                lost: Leg | None = None
+                self.sent, lost = False, None
             except LegFailure as failure:
                 raise leg_error(failure) from failure
             else:
@@ -270,7 +287,6 @@ class Turn(TurnState):
             self.facts.decode_leg = leg.name
             # What prefill kept may be gone with the failure, and another leg has no history.
             if (alone or lost) and not body.needs_decode_alone():
-                self.sent = self.sent or lost is not None
                 self.settle_claim()
                 params = await self._prefill_again(body)
 
@@ -297,9 +313,6 @@ class Turn(TurnState):
             turn=self.facts.turn,
             appended=appended and self._prompt is not None,
         )
-        if appended:
-            # Decode has the request: what the handle was for is done without it.
-            self.sent = True
         try:
             if answer.content_type == "text/event-stream":
                 return await self._relay_stream(leg, answer, body, params, keeper)

@@ -203,7 +203,7 @@ def test_blocks_that_the_peer_does_not_have_are_not_read(
 ) -> None:
     """vLLM would count on into the next layer's blocks."""
     failed: list[str] = []
-    monkeypatch.setattr(worker, "_handle_failed_transfer", lambda req, handle: failed.append(req))
+    monkeypatch.setattr(worker, "_handle_failed_transfer", lambda req, *_: failed.append(req))
     remote = SimpleNamespace(engine_id="decode-0", block_ids=([1, 8],), blocks_expiry_time=None)
     meta = SimpleNamespace(local_block_ids=([1, 2],), remote=remote)
     worker._read_blocks_for_req("r", meta)

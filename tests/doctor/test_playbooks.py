@@ -1,5 +1,6 @@
 """Playbooks: a page for every finding and alert, and every command in them exists."""
 
+import ast
 import importlib
 import re
 import shlex
@@ -8,11 +9,13 @@ from pathlib import Path
 
 import click
 import pytest
+from pydantic import BaseModel
 
 from pdctl.cli import COMMANDS
 from pdctl.doctor.checks import ALL
 from pdctl.doctor.model import SEVERITIES, Category, Check
 from pdctl.runbook import Playbook, playbooks, symptom_index
+from pdctl.spec.model import Spec
 from tests.cli import pdctl
 
 ROOT = Path(__file__).parents[2]
@@ -125,3 +128,26 @@ def test_runbook_without_a_match_says_so() -> None:
     shown = pdctl("runbook", "qwertyuiop")
     assert shown.code == 1
     assert "no playbook fits 'qwertyuiop'" in shown.err
+
+
+def test_settings_that_pages_and_fixes_name_exist_in_the_spec() -> None:
+    texts = [page.body for page in playbooks()]
+    checks = ROOT / "toolkit/pdctl/doctor/checks"
+    for path in checks.glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts += [
+            each.value
+            for each in ast.walk(tree)
+            if isinstance(each, ast.Constant) and isinstance(each.value, str)
+        ]
+    sections = {
+        name: section.annotation
+        for name, section in Spec.model_fields.items()
+        if isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel)
+    }
+    assert {"kv_transfer", "router", "fabric", "model", "engine"} <= set(sections)
+    named = re.findall(rf"(?<![\w./-])({'|'.join(sections)})\.([a-z_]+)\b", "\n".join(texts))
+    unknown = {
+        f"{section}.{key}" for section, key in named if key not in sections[section].model_fields
+    }
+    assert unknown == set()

@@ -1,6 +1,7 @@
 """The router's choices on the real engine: whatever it does, answers are a plain request's."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 
 from pd_connector import contract, telemetry
 from pd_connector.contract import Outcome, Route
+from pd_connector.secret import lease_key
 from pdctl.conversation import user_text
 from pdctl.counters import router_counter
 from pdctl.plan import plan
@@ -46,7 +48,14 @@ def start(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> I
         path.write_text(json.dumps(config))
         command = [sys.executable, "-m", "pd_router", "--config", str(path)]
         with Path(f"{path}.log").open("wb") as log:
-            started.append(subprocess.Popen(command, stdout=log, stderr=log))
+            started.append(
+                subprocess.Popen(
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | {contract.SECRET_FILE_VARIABLE: str(secret(deployment))},
+                )
+            )
         url = f"http://127.0.0.1:{config['port']}"
         until("the router listens", lambda: listens(url))
         return url
@@ -55,6 +64,11 @@ def start(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> I
     for process in started:
         process.terminate()
         process.wait(30)
+
+
+def secret(deployment: Deployment) -> Path:
+    """The file of the deployment's secret, which ``pdctl up`` made."""
+    return deployment.folder / "state" / deployment.name / "secret"
 
 
 def listens(url: str) -> bool:
@@ -123,7 +137,7 @@ def test_short_turns_are_appended_and_can_be_read_back(
 
 
 def test_token_ids_prove_a_history(deployment: Deployment, start: Start) -> None:
-    chat = Chat(deployment, start(reuse_proof="tokens"))
+    chat = Chat(deployment, start(reuse_proof="tokens"), conversation_id=uuid.uuid4().hex)
     assert outcome(chat.say()) == Outcome.MISS.value
     for _ in range(2):
         answer = chat.say(100)
@@ -199,7 +213,11 @@ def test_what_nobody_will_read_is_released(deployment: Deployment, start: Start)
 
 def pins(deployment: Deployment) -> int:
     """Finished turns that decode keeps."""
-    leases = deployment.client.get(f"{deployment.decode_url}{contract.ENGINE_LEASES_PATH}")
+    key = lease_key(secret(deployment).read_bytes().strip())
+    leases = deployment.client.get(
+        f"{deployment.decode_url}{contract.ENGINE_LEASES_PATH}",
+        headers={contract.LEASE_KEY_HEADER: key},
+    )
     assert leases.status_code == 200, leases.text
     kept: int = leases.json()["pins"]
     return kept

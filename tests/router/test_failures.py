@@ -232,6 +232,24 @@ def test_a_client_that_leaves_aborts_the_engine(
     wait_for(lambda: engine.aborted == 1, "the engine request is aborted")
 
 
+@pytest.mark.parametrize("route", ["readback", "append"])
+def test_a_client_that_leaves_takes_its_handle_along(start_router: StartRouter, route: str) -> None:
+    router = start_router(route=route)
+    chat = Chat(router, "c")
+    chat.say("Hello")
+    handle = router.decode[0].handles[-1]["remote_request_id"]
+    engine = (router.prefill if route == "readback" else router.decode)[0]
+    engine.faults.append("hang")
+    requests = len(engine.requests)
+    with send(router, json.dumps(chat.body("Again")).encode()):
+        wait_for(lambda: len(engine.requests) > requests, "the engine has the handle")
+    wait_for(lambda: engine.aborted == 1, "the engine request is aborted")
+    # Whether it was read by then nobody knows, so nobody gets it again.
+    router.wait_released({handle})
+    assert router.metric("pd_router_handles_held") == 0
+    assert chat.say("Again").status == 200
+
+
 def test_a_client_that_leaves_a_stream_aborts_decode(router: Router, conversation: str) -> None:
     router.decode[0].hold_after = 2
     body = json.dumps(Chat(router, conversation).body("Hello")).encode()

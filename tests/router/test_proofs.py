@@ -97,6 +97,17 @@ def test_a_repeated_prompt_is_tokenized_once(start_router: StartRouter) -> None:
     assert asked == ["Again"]
 
 
+def test_prefill_has_the_last_word_on_its_tokens(start_router: StartRouter) -> None:
+    router = tokens_router(start_router)
+    chat = Chat(router, "c")
+    chat.say("Hello")
+    # The endpoint of ids renders other than prefill: what it proves is not prefill's prompt.
+    router.prefill[0].says_ids = [1] * 1000
+    answer = chat.say("Again")
+    assert (answer.status, answer.outcome, answer.tokens_read) == (200, "history_changed", 0)
+    assert router.prefill[0].requests[-1]["kv_transfer_params"]["remote_block_ids"] is None
+
+
 def test_without_a_tokenizer_nothing_is_proven(start_router: StartRouter) -> None:
     router = tokens_router(start_router)
     chat = Chat(router, "c")

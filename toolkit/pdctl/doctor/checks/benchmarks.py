@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.captures import requests
+from pdctl.doctor.checks.captures import requests, sent_to
 from pdctl.doctor.checks.recompute import BY_SOURCE
-from pdctl.doctor.evidence.facts import Command, Evidence, LegEvidence
-from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding
+from pdctl.doctor.evidence.facts import Capture, Command, Evidence, LegEvidence
+from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding
 
 _BENCH = re.compile(
     r"bench serve|benchmark_serving|vllm-?bench|genai-perf|aiperf|guidellm|bench_serving"
@@ -92,10 +92,26 @@ def _reasoning(evidence: Evidence) -> Iterator[Answer]:
             return
 
 
+_WHAT = re.compile(r'"(?:prompt|messages)"\s*:\s*(.{1,400}?)(?=,\s*"|\}\s*$)', re.DOTALL)
+
+
+def _asked_twice(evidence: Evidence) -> list[tuple[LegEvidence, Capture]]:
+    """Requests of a client that asks two servers for the same prompt, one after the other."""
+    asked = list(requests(evidence, "client", DEPLOYMENT))
+    if any(re.search(r"do_remote_(?:decode|prefill)", each.text) for _, each in asked):
+        return []
+    prompts = [match[1] if (match := _WHAT.search(each.text)) else "" for _, each in asked]
+    return [
+        each
+        for each, prompt in zip(asked, prompts, strict=True)
+        if prompt and prompts.count(prompt) == 2
+    ]
+
+
 def _no_remote_decode(evidence: Evidence) -> Iterator[Answer]:
     plain = [
         (leg, capture)
-        for leg, capture in requests(evidence, "prefill")
+        for leg, capture in (*sent_to(evidence, "prefill"), *_asked_twice(evidence))
         if re.search(r'"max_(?:completion_)?tokens"\s*:\s*1\b', capture.text)
         and not re.search(r"do_remote_decode\W+true", capture.text)
     ]
@@ -191,6 +207,33 @@ _ARM = re.compile(
 )
 
 
+_SERVER = re.compile(r"--(?:base-url|url|endpoint-url|target)[ =](\S+)")
+
+
+def _unequal_servers(evidence: Evidence) -> Iterator[Finding]:
+    """Two servers, each measured under loads that the other never saw."""
+    loads: dict[str, set[tuple[str, ...]]] = {}
+    shown: list[tuple[str, Excerpt]] = []
+    for leg, command in _commands(evidence, _BENCH):
+        server, load = _SERVER.search(command.line), tuple(_LOAD.findall(command.line))
+        if server and load and not any("$" in each for each in (server[1], *load)):
+            loads.setdefault(server[1], set()).add(load)
+            shown.append((leg.name, command.excerpt))
+    if len(loads) != 2:
+        return
+    first, second = loads.values()
+    if not first & second:
+        yield Finding(
+            shown[0][0],
+            "likely",
+            (shown[0][1], shown[-1][1]),
+            f"The two servers ({', '.join(loads)}) were measured under different load: no run of "
+            "one has the clients, rate and prompts of a run of the other.",
+            "Run both arms with the same clients, rate and prompts, in turn (pdctl bench does).",
+            severity="warning",
+        )
+
+
 def _unequal_load(evidence: Evidence) -> Iterator[Answer]:
     arms: dict[str, tuple[tuple[str, ...], str, Excerpt]] = {}
     for leg, command in _commands(evidence, re.compile(r"bench|sweep|aiperf|guidellm")):
@@ -199,6 +242,8 @@ def _unequal_load(evidence: Evidence) -> Iterator[Answer]:
             if arm and load:
                 on = (arm[1] or arm[2]).lower() in ("on", "true")
                 arms.setdefault("on" if on else "off", (tuple(load), leg.name, command.excerpt))
+    if not arms:
+        yield from _unequal_servers(evidence)
     if len(arms) == 2 and arms["on"][0] != arms["off"][0]:
         yield Finding(
             arms["on"][1],
@@ -211,13 +256,14 @@ def _unequal_load(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
-_PROMPTS = re.compile(r"--num-prompts[ =](\d+)")
-_CLIENTS = re.compile(r"--(?:max-)?concurrency[ =](\d+)")
+_PROMPTS = re.compile(r"(?:--num-prompts[ =]|Successful requests:\s+)(\d+)")
+_CLIENTS = re.compile(r"(?:--(?:max-)?concurrency[ =]|Maximum request concurrency:\s+)(\d+)")
 
 
 def _too_few(evidence: Evidence) -> Iterator[Answer]:
     for leg, command in _commands(evidence, _BENCH):
-        prompts, clients = _PROMPTS.search(command.line), _CLIENTS.search(command.line)
+        text = f"{command.line}\n{command.output[:20_000]}"
+        prompts, clients = _PROMPTS.search(text), _CLIENTS.search(text)
         if prompts and clients and int(prompts[1]) < 4 * int(clients[1]):
             yield Finding(
                 leg.name,

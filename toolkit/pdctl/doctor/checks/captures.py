@@ -12,6 +12,9 @@ _ASKS = re.compile(r'"(?:messages|prompt|input)"\s*:')
 _ANSWERS = re.compile(r'"(?:choices|usage|object)"\s*:|^HTTP/\d')
 _EVENT = re.compile(r"^\s*data:\s*\{", re.MULTILINE)
 
+_TARGET = re.compile(
+    r"(?im)^(?:host:\s*|(?:POST|GET)\s+https?://|.{0,40}->\s*)[\w.-]{0,60}?\b(prefill|decode)"
+)
 _ANSWER_STARTS = re.compile(r"(?m)^(?=HTTP/\d)")
 
 REMOTE_HOST = re.compile(r"""["']?remote_host["']?\s*[:=]\s*["']?([A-Za-z0-9_.:\[\]-]+)""")
@@ -25,6 +28,15 @@ def requests(evidence: Evidence, *roles: str) -> Iterator[tuple[LegEvidence, Cap
         if _EVENT.search(capture.text):
             continue
         if _ASKS.search(capture.text) and not _ANSWERS.search(capture.text):
+            yield leg, capture
+
+
+def sent_to(evidence: Evidence, role: str) -> Iterator[tuple[LegEvidence, Capture]]:
+    """Completion requests that reach a role: captured there, or elsewhere on their way to it."""
+    yield from requests(evidence, role)
+    for leg, capture in requests(evidence, "router", "client", "deployment"):
+        target = _TARGET.search(capture.text)
+        if target and target[1].lower() == role:
             yield leg, capture
 
 

@@ -30,6 +30,9 @@ NO_NETWORK_DEVICES = Pattern(
         "No network devices discovered",
         "Failed to discover EFA devices",
         "Could not find EFA devices",
+        "No valid EFA devices",
+        "no EFA devices found",
+        "No EFA devices found",
     ),
 )
 CANNOT_OPEN_DEVICE = Pattern(
@@ -70,6 +73,14 @@ def empty_efa(leg: LegEvidence) -> Command | None:
         if "FI_HMEM" in command.line or not re.search(r"-p\s*efa|efa", command.line):
             continue
         if re.search(r"fi_getinfo: -?61|No data available", command.output):
+            return command
+    return None
+
+
+def _nothing_to_offer(leg: LegEvidence) -> Command | None:
+    """What the device plugin says on a node without EFA devices."""
+    for command in leg.commands:
+        if re.search(r"(?i)\bno (?:valid )?EFA devices", command.output):
             return command
     return None
 
@@ -122,7 +133,7 @@ def _absent(evidence: Evidence) -> Iterator[Answer]:
         return
     log = any_seen(evidence, (NO_PROVIDER, NO_NETWORK_DEVICES))
     for leg in evidence.legs:
-        empty, missing = empty_efa(leg), _missing_devices(leg)
+        empty, missing = empty_efa(leg) or _nothing_to_offer(leg), _missing_devices(leg)
         in_log = leg.name in log.legs and any(
             excerpt.source.startswith(f"{leg.name}/log") for excerpt in log.excerpts
         )

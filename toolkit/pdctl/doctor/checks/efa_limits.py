@@ -66,10 +66,14 @@ GPU_REGISTRATION = Pattern(
         "fi_mr_regattr",
         "gdr_pin_buffer failed",
         "get_dmabuf_fd",
+        "register CUDA buffer",
+        "cuMemGetHandleForAddressRange",
     ),
     r"(?:register MR|fi_mr_reg\w*|ibv_reg_\w*mr\w*).{0,400}"
     r"(?:Bad address|EFAULT|Operation not supported"
-    r"|Invalid argument)|register handle for GPU memory|get_dmabuf_fd.{0,400}fail",
+    r"|Invalid argument)|(?:Protocol|Operation) not supported.{0,80}fi_mr_reg"
+    r"|(?:Failed|Unable) to register CUDA buffer|cuMemGetHandleForAddressRange.{0,80}fail"
+    r"|register handle for GPU memory|get_dmabuf_fd.{0,400}fail",
 )
 
 

@@ -39,7 +39,8 @@ def _late_read(evidence: Evidence) -> Iterator[Answer]:
     bursts = max(released.values.get("when", {"": 0}).values(), default=0)
     spread = unread >= 5 and bursts < unread
     once = any(each.metrics and each.metrics.gain(EXPIRED) is None for each in growing)
-    if not served and not (growing and (waiting or unread or once)) and not spread:
+    proven = served or (growing and (waiting or unread or once)) or spread or (unread and waiting)
+    if not proven and not unread:
         return
     leg = released.leg if released else growing[0].name
     lease = settings(evidence, "lease")
@@ -49,6 +50,11 @@ def _late_read(evidence: Evidence) -> Iterator[Answer]:
             "Prefill's lease on the blocks ended before decode read them, and decode read them "
             f"all the same ({len(served)} requests): it was answered from freed memory, HTTP 200."
         )
+    elif not proven:
+        cause = (
+            "Decode did not read blocks before prefill's lease on them ended: decode queued the "
+            "request for too long, or its client had gone. A few are routine."
+        )
     else:
         cause = (
             "Prefill's lease on the blocks ends before decode reads them: decode queues requests "
@@ -56,7 +62,7 @@ def _late_read(evidence: Evidence) -> Iterator[Answer]:
         )
     yield Finding(
         leg,
-        "certain" if served else "likely",
+        "certain" if served else "likely" if proven else "possible",
         (
             *released.excerpts[:1],
             *read.excerpts[:1],
@@ -68,7 +74,7 @@ def _late_read(evidence: Evidence) -> Iterator[Answer]:
         "of the time between prefill's answer and decode's read, and shorten decode's queue "
         "(vllm:num_requests_waiting on decode: more decode legs, or fewer requests at once). Each "
         "tensor parallel rank logs its own line: divide counts by the ranks.",
-        severity="error" if served else "warning",
+        severity="error" if served else "warning" if proven else "info",
     )
 
 

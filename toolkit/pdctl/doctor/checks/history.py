@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
+from pdctl.doctor.checks.captures import requests
 from pdctl.doctor.checks.lines import KV_TRANSFER_METRICS
 from pdctl.doctor.checks.reading import seen
 from pdctl.doctor.checks.settings import LOG_SETTINGS, number, setting, settings
@@ -33,7 +36,7 @@ def _threshold_ignored(evidence: Evidence) -> Iterator[Answer]:
                 "prefill to decode: vLLM consults it only when prefill reads back from decode, so "
                 "short prompts still pay a transfer. A low rate on transfers below one MB is fixed "
                 "overhead, not a bad fabric.",
-                "Send short prompts to decode alone in the router (pd-router: router.routing). "
+                "Send short prompts to decode alone in the router (pd-router: router.route). "
                 "Leave the threshold for readback.",
                 severity="info",
             )
@@ -89,7 +92,7 @@ def _inert_cache(evidence: Evidence) -> Iterator[Answer]:
         if block is None and (stated := setting(evidence, "block_size", leg.role)):
             block, source = number(stated.value), (stated.excerpt,)
         limit = number(longest.value) if longest else None
-        if not block or not limit or block <= limit:
+        if not block or not limit or block < limit:
             continue
         metric = (
             (leg.metrics.excerpt("vllm:prefix_cache_hits_total"),)
@@ -150,6 +153,7 @@ def _turns(evidence: Evidence, outcome: str) -> tuple[float, Excerpt, str] | Non
 
 
 def _history(evidence: Evidence) -> Iterator[Answer]:
+    yield from _edited(evidence)
     changed, hits = _turns(evidence, "history_changed"), _turns(evidence, "hit")
     if changed and changed[0] >= 10 and changed[0] > (hits[0] if hits else 0):
         yield Finding(
@@ -164,6 +168,51 @@ def _history(evidence: Evidence) -> Iterator[Answer]:
             "conversation id.",
             severity="warning",
         )
+
+
+def _edited(evidence: Evidence) -> Iterator[Finding]:
+    """Captured requests of one conversation of which the later does not continue the earlier."""
+    before: dict[str, tuple[list[Any], Excerpt]] = {}
+    for leg, capture in requests(evidence):
+        body = _body(capture.text)
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            continue
+        name = str(body.get("conversation_id") or _first_words(messages))
+        earlier = before.get(name)
+        before[name] = (messages, Excerpt(capture.source, capture.text.strip()[:300]))
+        if earlier is None or len(messages) <= len(earlier[0]):
+            continue
+        changed = next(
+            (n for n, (a, b) in enumerate(zip(earlier[0], messages, strict=False)) if a != b), None
+        )
+        if changed is not None:
+            yield Finding(
+                leg.name,
+                "likely",
+                (earlier[1], before[name][1]),
+                f"Message {changed + 1} of the conversation is another one in the next turn: from "
+                "there on the prompt is new, so nothing behind that point can be reused. A time or "
+                "an id in the system prompt does that to the whole history.",
+                "Keep what was sent as it was: put what changes (time, state) into the newest "
+                "message, not into the system prompt.",
+                severity="warning",
+            )
+            return
+
+
+def _body(text: str) -> dict[str, Any]:
+    """The JSON of a captured request; nothing when it is cut."""
+    try:
+        body = json.loads(text[text.index("{") :])
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _first_words(messages: list[Any]) -> Any:
+    user = (m for m in messages if isinstance(m, dict) and m.get("role") == "user")
+    return next(user, {}).get("content")
 
 
 CHECKS = (
@@ -216,6 +265,6 @@ CHECKS = (
         "warning",
         "history-changed",
         _history,
-        needs=("metrics",),
+        needs=("metrics|http",),
     ),
 )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pdctl.doctor.checks.lines import EXPIRED_RELEASE, UNRECOGNISED_READ
 from pdctl.doctor.checks.reading import seen
-from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, setting
-from pdctl.doctor.evidence.facts import Evidence, LegEvidence
+from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, number, setting
+from pdctl.doctor.evidence.facts import Evidence, Hit, LegEvidence
 from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
 
 PUSH_TIMEOUT = Pattern(
@@ -18,13 +18,20 @@ PUSH_TIMEOUT = Pattern(
 WAITING_FOR_REMOTE = Pattern(
     "waiting-for-remote-kv",
     ("still in WAITING_FOR_REMOTE_KVS", "KVPoll.WaitingForInput"),
-    r"(?P<request>\S+) is still in WAITING_FOR_REMOTE_KVS"
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,200})?\b(?P<request>\S+) is still in "
+    r"WAITING_FOR_REMOTE_KVS"
     r"|(?P<gave_up>timed out after .{0,400} in KVPoll\.WaitingForInput)",
 )
 DEFERRED_LINE = Pattern(
     "deferred-requests",
     ("Deferred:",),
     r"Running: (?P<running>\d+) reqs.{0,400}Deferred: (?P<deferred>[1-9]\d*) reqs",
+)
+LOAD_LINE = Pattern(
+    "engine-load",
+    ("KV cache usage:",),
+    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,300})?Running: (?P<running>\d+) reqs"
+    r".{0,60}Waiting: (?P<waiting>\d+) reqs.{0,120}KV cache usage: (?P<usage>[\d.]+)%",
 )
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"
@@ -49,6 +56,32 @@ def idle_usage(leg: LegEvidence) -> float | None:
     if not busy or any(busy) or values[-1] < values[0] - 0.005:
         return None
     return min(values)
+
+
+def _seconds(first: str | None, last: str | None) -> int:
+    """Seconds between two times of day, over midnight if need be; 0 when one is not known."""
+    if not first or not last:
+        return 0
+    start, end = (
+        sum(int(part) * unit for part, unit in zip(each.split(":"), (3600, 60, 1), strict=True))
+        for each in (first, last)
+    )
+    return (end - start) % 86_400
+
+
+def _idle_lines(leg: LegEvidence) -> tuple[float, int, tuple[Excerpt, ...]] | None:
+    """The least KV usage that the log shows at its end with nothing to do, and for how long."""
+    hits = leg.hits.get(LOAD_LINE.name)
+    idle: list[Hit] = []
+    for hit in reversed(hits.last if hits else []):
+        if hit.groups["running"] != "0" or hit.groups["waiting"] != "0":
+            break
+        idle.insert(0, hit)
+    if len(idle) < 2:
+        return None
+    span = _seconds(idle[0].groups.get("when"), idle[-1].groups.get("when"))
+    usages = [float(hit.groups["usage"]) / 100 for hit in idle]
+    return min(usages), span, (idle[0].excerpt, idle[-1].excerpt)
 
 
 def _push(evidence: Evidence) -> Iterator[Answer]:
@@ -126,12 +159,32 @@ def _idle_but_full(evidence: Evidence) -> Iterator[Answer]:
             "Wait as long as the longest lease or TTL (decode_ttl on a bidirectional decode), then "
             "look again: pdctl doctor SPEC --watch. If it stays, restart the leg.",
         )
+    yield from _idle_in_log(evidence)
+
+
+def _idle_in_log(evidence: Evidence) -> Iterator[Finding]:
+    """KV that stays in use longer than decode's blocks may be kept, as the log shows it."""
+    stated = setting(evidence, "decode_ttl", "decode")
+    ttl = (number(stated.value) if stated else None) or 480
+    for leg in evidence.engines:
+        shown = _idle_lines(leg)
+        if idle_usage(leg) is None and shown and shown[0] >= 0.05 and shown[1] > ttl:
+            yield Finding(
+                leg.name,
+                "likely",
+                shown[2],
+                f"{shown[0]:.0%} of the KV cache stays in use for {shown[1]} s while the leg has "
+                "nothing to do: requests were aborted or refused at the wrong moment and nobody "
+                "frees their blocks.",
+                "Restart the leg to get its blocks back. Look for aborted requests before the "
+                "usage rose; pdctl doctor SPEC --watch shows whether it rises again.",
+            )
 
 
 def _waits_for_ever(evidence: Evidence) -> Iterator[Answer]:
     waiting = seen(evidence, WAITING_FOR_REMOTE)
     most = max(waiting.values.get("request", {"": 0}).values(), default=0)
-    if most >= 3 or waiting.values.get("gave_up"):
+    if most >= 3 or waiting.values.get("gave_up") or (most >= 2 and _long_wait(evidence)):
         yield _stuck(waiting.leg, "likely", waiting.excerpts)
         return
     for leg in evidence.engines:
@@ -146,6 +199,18 @@ def _waits_for_ever(evidence: Evidence) -> Iterator[Answer]:
         running = leg.metrics.series(RUNNING)
         if len(deferred) > 1 and min(deferred) > 0 and not any(running):
             yield _stuck(leg.name, "likely", (leg.metrics.excerpt(DEFERRED, reason="deferred"),))
+
+
+def _long_wait(evidence: Evidence) -> bool:
+    """Whether a request is seen to wait for a minute."""
+    for leg in evidence.engines:
+        hits = leg.hits.get(WAITING_FOR_REMOTE.name)
+        since: dict[str, str | None] = {}
+        for hit in (*hits.first, *hits.last) if hits else ():
+            name, when = hit.groups.get("request", ""), hit.groups.get("when")
+            if 60 <= _seconds(since.setdefault(name, when), when) < 43_200:
+                return True
+    return False
 
 
 def _stuck(leg: str, confidence: str, excerpts: tuple[Excerpt, ...]) -> Finding:
@@ -191,8 +256,8 @@ CHECKS = (
         "warning",
         "idle-but-full",
         _idle_but_full,
-        needs=("metrics",),
-        patterns=LOG_SETTINGS,
+        needs=("log|metrics",),
+        patterns=(LOAD_LINE, *LOG_SETTINGS),
     ),
     Check(
         "PD5007",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from pdctl.doctor.checks.captures import answers, streams
@@ -17,7 +18,7 @@ from pdctl.doctor.checks.lines import (
 from pdctl.doctor.checks.reading import Seen, any_seen, seen
 from pdctl.doctor.checks.settings import LOG_SETTINGS, settings
 from pdctl.doctor.evidence.facts import Evidence
-from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Pattern
+from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
 STALE_QUEUE_PAIR = Pattern(
     "stale-queue-pair",
@@ -117,10 +118,26 @@ def _together(first: Seen, second: Seen) -> bool:
     return any(abs(one - other) <= TOGETHER_SECONDS for one in ours for other in theirs)
 
 
+def _stopped(evidence: Evidence, role: str) -> Seen:
+    """Whether a leg of a role was stopped, by its own words or by the cluster's events."""
+    if own := seen(evidence, SHUTDOWN, role):
+        return own
+    told = evidence.text(
+        rf"(?:(?P<when>\d\d:\d\d:\d\d)\b.{{0,200}})?\b{role}\S*.{{0,200}}"
+        r"(?i:(?:stopping|killing) container|SIGKILL|SIGTERM)",
+        "commands",
+        roles=(DEPLOYMENT,),
+    )
+    when = Counter(each.match["when"] for each in told if each.match["when"])
+    excerpts = tuple(each.excerpt for each in told[:3])
+    names = tuple(leg.name for leg in evidence.role(role)) or (DEPLOYMENT,)
+    return Seen(len(told), excerpts, names if told else (), {"when": when} if when else {})
+
+
 def _stopped_mid_read(evidence: Evidence) -> Iterator[Answer]:
-    stopped = seen(evidence, SHUTDOWN, "prefill")
+    stopped = _stopped(evidence, "prefill")
     failed = seen(evidence, TRANSFER_FAILURE, "decode")
-    reverse = (seen(evidence, SHUTDOWN, "decode"), seen(evidence, TRANSFER_FAILURE, "prefill"))
+    reverse = (_stopped(evidence, "decode"), seen(evidence, TRANSFER_FAILURE, "prefill"))
     if not (stopped and failed):
         stopped, failed = reverse
     if not (stopped and failed and _together(stopped, failed)):

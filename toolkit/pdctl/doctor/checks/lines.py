@@ -43,8 +43,9 @@ UNRECOGNISED_READ = Pattern(
 )
 DECLINED = Pattern(
     "declined-expired-read",
-    ("Declining expired remote read", "Declining expired"),
-    r"Declining expired remote read for (?P<request>\S+) from engine (?P<engine>\S+?)\.?\s*$",
+    ("Declining expired",),
+    r"Declining expired (?:remote )?read for (?:request )?(?P<request>[^\s:;,]+)"
+    r"(?: from engine (?P<engine>\S+?)\.?\s*$)?",
 )
 LOAD_FAILURE_FAILS = Pattern(
     "load-failure-fails",

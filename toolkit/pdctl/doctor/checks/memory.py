@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pdctl.doctor.checks.leaks import WAITING
@@ -28,6 +29,10 @@ NO_KV_MEMORY = Pattern(
         "larger than the maximum number of tokens that can be stored in KV cache",
         "CUDA out of memory",
         "torch.OutOfMemoryError",
+        "HIP out of memory",
+        "less than desired GPU memory utilization",
+        "larger than the available KV cache memory",
+        "try to increase --mem-fraction-static",
     ),
 )
 
@@ -46,7 +51,7 @@ def _registration_cache(evidence: Evidence) -> Iterator[Answer]:
     worker = evidence.text(
         r"(?i)killed process \d+ \((?P<name>[^)]*(?:vllm|worker|python)[^)]*)\)", "commands"
     )
-    if not refused and not (killed and (mentioned or worker)):
+    if not refused and not (killed and (mentioned or worker or _grew(evidence))):
         return
     limited = [leg for leg in evidence.legs if leg.variable("UCX_RCACHE_MAX_UNRELEASED")]
     if limited and not refused:
@@ -62,6 +67,25 @@ def _registration_cache(evidence: Evidence) -> Iterator[Answer]:
         "Watch the workers' RSS.",
         severity=None if killed else "warning",
     )
+
+
+_RESIDENT = re.compile(r"(?m)^\s*(\d{5,})\s.{0,120}(?:VLLM::|vllm|EngineCore)")
+
+
+def _grew(evidence: Evidence) -> bool:
+    """Whether a worker's resident memory is seen half as large again as before."""
+    for leg in evidence.legs:
+        name = "process_resident_memory_bytes"
+        sizes = leg.metrics.series(name) if leg.metrics else []
+        printed = [
+            float(size)
+            for command in leg.commands
+            if "rss" in command.line.lower()
+            for size in _RESIDENT.findall(command.output)
+        ]
+        if any(len(each) > 1 and each[-1] > 1.5 * each[0] for each in (sizes, printed)):
+            return True
+    return False
 
 
 def _no_kv_memory(evidence: Evidence) -> Iterator[Answer]:
@@ -108,7 +132,9 @@ def _preempted(evidence: Evidence) -> Iterator[Answer]:
         name = "vllm:num_preemptions_total"
         gain = leg.metrics.gain(name) if leg.metrics else None
         hits = leg.hits.get(PREEMPTIONS.name)
-        often = hits is not None and hits.count >= 3
+        often = hits is not None and (
+            hits.count >= 3 or any(int(hit.groups["count"]) >= 10 for hit in hits.last)
+        )
         if not often and not (gain and gain >= 10):
             continue
         yield Finding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pdctl.doctor.checks.history import BLOCK_SIZE_SET
 from pdctl.doctor.checks.lines import COMPATIBILITY, TRANSFER_FAILURE
 from pdctl.doctor.checks.reading import seen
 from pdctl.doctor.checks.settings import (
@@ -31,8 +32,10 @@ TP_LIMIT = Pattern(
         "tensor parallel",
         "error loading remote metadata",
         "must be divisible by",
+        "cache must be of shape",
     ),
-    r"sharding boundary|P[_ ]TP > D[_ ]TP|block_size_ratio_from_engine_id"
+    r"sharding boundary|P[_ ]TP > D[_ ]TP|(?P<unregistered>block_size_ratio_from_engine_id)"
+    r"|(?P<shape>cache must be of shape)"
     r"|(?i:(?:not support\w*|mismatch|differ\w*|unequal|incompatible)\b.{0,400}"
     r"\b(?:TP|tp_size|tensor parallel)\b)"
     r"|(?i:\b(?:TP|tp_size|tensor parallel) (?:size\w* )?.{0,400}"
@@ -68,17 +71,30 @@ BLOCK_GEOMETRY = Pattern(
         "nixl_agent_meta.block_len",
         "Number of KV cache groups must match",
         "must have the same number of blocks",
+        "cache must be of shape",
+        "block size",
+        "block_size",
     ),
+    r"block sizes are not supported|block_len must|KV cache sizes must match"
+    r"|Number of KV layers must match|nixl_agent_meta\.(?:num_blocks|block_len)"
+    r"|block lengths must match|Number of KV cache groups must match"
+    r"|must have the same number of blocks|(?P<shape>cache must be of shape)"
+    r"|(?i:(?:remote|local|prefill|decode|peer)\b.{0,80}\bblock[ _]size\b.{0,80}"
+    r"(?:mismatch|does not match|doesn't match|not equal|differs?\b|must match))"
+    r"|(?i:\bblock[ _]size mismatch)",
 )
 
 
 def _tensor_parallel(evidence: Evidence) -> Iterator[Answer]:
     unequal = differing(evidence, "tensor_parallel")
     limit, failed = seen(evidence, TP_LIMIT), seen(evidence, TRANSFER_FAILURE)
-    named = limit and set(limit.counts("metadata")) == set()
-    if not named and not (
-        unequal and (limit or any("handshake" in t for t in failed.counts("type")))
-    ):
+    refused = any("handshake" in each for each in failed.counts("type"))
+    named = limit and not (
+        limit.counts("metadata")
+        or limit.counts("shape")
+        or (refused and limit.counts("unregistered"))
+    )
+    if not named and not (unequal and (limit or refused)):
         return
     sizes = ", ".join(f"{each.role} {each.value}" for each in unequal) or "see the message"
     yield Finding(
@@ -156,9 +172,12 @@ def _hybrid(evidence: Evidence) -> Iterator[Answer]:
 
 
 def _block_size(evidence: Evidence) -> Iterator[Answer]:
-    unequal = differing(evidence, "block_size")
+    unequal = differing(evidence, "block_size") or _raised_block_sizes(evidence)
     found = seen(evidence, BLOCK_GEOMETRY)
     if not unequal and not found:
+        return
+    shape_only = found.count == sum(found.counts("shape").values())
+    if not unequal and shape_only and differing(evidence, "tensor_parallel"):
         return
     sizes = ", ".join(f"{each.role} {each.value}" for each in unequal)
     yield Finding(
@@ -170,6 +189,17 @@ def _block_size(evidence: Evidence) -> Iterator[Answer]:
         "Use the same --block-size, model, layout and number of layers on both roles (pdctl spec: "
         "kv_transfer.block_size).",
     )
+
+
+def _raised_block_sizes(evidence: Evidence) -> list[Setting]:
+    """Block sizes that vLLM chose for a hybrid model, when the roles got different ones."""
+    of_role: dict[str, Setting] = {}
+    for leg in evidence.engines:
+        hits = leg.hits.get(BLOCK_SIZE_SET.name)
+        if hits and (tokens := hits.value("tokens")):
+            of_role.setdefault(leg.role, Setting(leg.name, leg.role, tokens, hits.excerpts[0]))
+    found = list(of_role.values())
+    return found if len({each.value for each in found}) > 1 else []
 
 
 _HASHED = (
@@ -213,6 +243,9 @@ def _model(evidence: Evidence) -> Iterator[Answer]:
         ("max_model_len", "context lengths"),
     ):
         unequal = differing(evidence, name)
+        paths = {str(each.value).startswith(("/", ".", "s3:")) for each in unequal}
+        if name == "model" and len(paths) > 1:
+            continue
         if unequal and not same(*(str(e.value).rstrip("/").rpartition("/")[2] for e in unequal)):
             yield Finding(
                 unequal[1].leg,
@@ -278,7 +311,7 @@ CHECKS = (
         "block-size-differs",
         _block_size,
         needs=("log|config",),
-        patterns=(BLOCK_GEOMETRY, *LOG_SETTINGS),
+        patterns=(BLOCK_GEOMETRY, BLOCK_SIZE_SET, *LOG_SETTINGS),
         premises=("PD3003",),
         explains=("PD3008", "PD3062", "PD2009", "PD8505"),
     ),

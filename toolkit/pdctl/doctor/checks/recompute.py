@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.captures import HANDLE, answers, requests
+from pdctl.doctor.checks.captures import HANDLE, answers, sent_to
 from pdctl.doctor.checks.reading import seen
 from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, setting
 from pdctl.doctor.evidence.facts import Evidence, LegEvidence
@@ -34,6 +34,7 @@ SKIPPED_PREFILL = Pattern(
         "No prefill",
     ),
     r"(?i)skip\w* (?:disaggregated|remote) prefill|(?:no|missing|without) x-prefiller-host-port"
+    r"|x-prefiller-host-port\b.{0,40}\b(?:not (?:found|present|set)|missing|absent|empty)"
     r"|(?:running|falling back|fallback|degrad\w+|routing|serving)\b.{0,400}"
     r"\b(?:decode[- ]only|local prefill|aggregated mode)"
     r"|no prefill (?:worker|endpoint|instance|pod)s?\b.{0,400}(?:available|found|ready)",
@@ -41,8 +42,9 @@ SKIPPED_PREFILL = Pattern(
 RESULT_MISSING = Pattern(
     "prefill-result-missing",
     ("prefill_result", "kv_transfer_params"),
-    r"(?i)missing the prefill_result|\b(?:no|missing|without|empty|did not return|lacks?)\b[\w ]*"
-    r"\bkv_transfer_params|kv_transfer_params (?:(?:is|was|are) (?:missing|none|null|empty|absent)"
+    r"(?i)missing the prefill_result"
+    r"|\b(?:no|missing|without|empty|did not return|lacks?)\b[\w '\"`]{0,80}\bkv_transfer_params"
+    r"|kv_transfer_params (?:(?:is|was|are) (?:missing|none|null|empty|absent)"
     r"|missing|absent|not (?:found|present))",
 )
 STATISTICS = Pattern(
@@ -53,6 +55,7 @@ STATISTICS = Pattern(
     r"External prefix cache hit rate: (?P<external>[\d.]+)%",
 )
 SUCCESS = "vllm:request_success_total"
+PROMPT_TOKENS = "vllm:prompt_tokens_total"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 
 
@@ -97,7 +100,8 @@ def _decode_only(evidence: Evidence) -> Iterator[Answer]:
     prefill, decode = served["prefill"], served["decode"]
     idle = prefill is not None and decode is not None and prefill[0] == 0 and decode[0] >= 10
     skipped = seen(evidence, SKIPPED_PREFILL)
-    if not idle and skipped.count < 3:
+    few = not idle and skipped.count < 3
+    if few and not (skipped and _decode_computed(evidence)):
         return
     decider = evidence.text(
         r"(?i)decider|disagg\w*[-_ ]?(?:threshold|router)|nonCachedTokens", "config"
@@ -120,21 +124,30 @@ def _decode_only(evidence: Evidence) -> Iterator[Answer]:
     )
 
 
+def _decode_computed(evidence: Evidence) -> bool:
+    """Whether decode computed prompts and got no token from a peer."""
+    return any(
+        leg.metrics is not None
+        and (leg.metrics.value(BY_SOURCE, source="local_compute") or 0) > 10_000
+        and not leg.metrics.value(BY_SOURCE, source="external_kv_transfer")
+        for leg in evidence.role("decode")
+    )
+
+
 def _requests_served(evidence: Evidence, role: str) -> tuple[float, Excerpt] | None:
     for leg in evidence.role(role):
-        if not leg.metrics:
-            continue
-        total = leg.metrics.value(SUCCESS)
-        gain = leg.metrics.gain(SUCCESS)
-        if total is not None:
-            return (total if gain is None else gain), leg.metrics.excerpt(SUCCESS)
+        for name in (SUCCESS, PROMPT_TOKENS):
+            total = leg.metrics.value(name) if leg.metrics else None
+            if leg.metrics and total is not None:
+                gain = leg.metrics.gain(name)
+                return (total if gain is None else gain), leg.metrics.excerpt(name)
     return None
 
 
 def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
     without = [
         (leg, capture)
-        for leg, capture in requests(evidence, "decode")
+        for leg, capture in sent_to(evidence, "decode")
         if not HANDLE.search(capture.text)
     ]
     missing = evidence.log(RESULT_MISSING, "router", "decode", DEPLOYMENT)
@@ -152,7 +165,11 @@ def _prefill_answer_dropped(evidence: Evidence) -> Iterator[Answer]:
         return
     if not without:
         return
-    given = [capture for _, capture in answers(evidence, "prefill") if HANDLE.search(capture.text)]
+    given = [
+        capture
+        for _, capture in answers(evidence, "prefill", "router")
+        if HANDLE.search(capture.text)
+    ]
     generic = evidence.text(
         r"(?i)(?:kvConnector|connector)\W+(?:type\W+)?(lmcache|http|mooncake\w*)\b", "config"
     )
@@ -205,7 +222,7 @@ def _no_external_hits(evidence: Evidence) -> Iterator[Answer]:
             for hit in (hits.last if hits else [])
             if float(hit.groups["prompt"]) > 100 and float(hit.groups["local"]) < 20
         ]
-        if len(busy) >= 3 and all(float(hit.groups["external"]) == 0 for hit in busy):
+        if len(busy) >= 2 and all(float(hit.groups["external"]) == 0 for hit in busy):
             yield Finding(
                 leg.name,
                 "likely",

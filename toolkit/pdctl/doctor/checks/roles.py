@@ -36,7 +36,19 @@ UNSUPPORTED = Pattern(
         "DCP is not supported",
         "does not preserve CSA",
         "do not support bidirectional",
+        "Connector does not support",
+        "Connector doesn't support",
+        "not supported with",
+        "not supported by",
+        "not compatible with",
+        "NotImplementedError",
     ),
+    r"not supported for NIXL|NixlConnector PCP|NixlPushConnector consumer|kv_buffer is not"
+    r"|DCP is not supported|does not preserve CSA|do not support bidirectional"
+    r"|Connector (?:does not|doesn't) support"
+    r"|(?i:not (?:supported|compatible) (?:with|by) (?:the )?(?:\w*Connector\b"
+    r"|disaggregated|kv[ _]transfer))"
+    r"|NotImplementedError: .{0,200}(?:(?i:nixl|kv[ _]?(?:connector|transfer)|disaggregat))",
 )
 
 
@@ -150,7 +162,7 @@ def _roles(evidence: Evidence) -> Iterator[Answer]:
                 each.leg,
                 "certain",
                 (each.excerpt,),
-                f"The {each.role} leg runs as {value}.",
+                f"The {each.role} leg runs as {value}: the other leg's part in transfers.",
                 f"Set kv_role to {meant[each.role]} on {each.role} (pdctl render does).",
             )
 

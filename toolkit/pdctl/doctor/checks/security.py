@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.captures import HANDLE, answers, requests, streams
+from pdctl.doctor.checks.captures import HANDLE, answers, request_heads, requests, streams
 from pdctl.doctor.checks.handshake import SIDE_PORTS
 from pdctl.doctor.checks.lines import ENGINE_DEAD
 from pdctl.doctor.checks.reading import seen
@@ -63,7 +63,7 @@ def _other_tenant(evidence: Evidence) -> Iterator[Answer]:
                     "an id that the client chooses, and by that alone.",
                     "Key the store by the authenticated principal and the conversation, drop "
                     "kv_transfer_params that clients send, and bind session tokens to their "
-                    "tenant (pd-router does, with router.tenant set).",
+                    "tenant (pd-router does, by router.tenant_header).",
                 )
                 return
 
@@ -113,7 +113,29 @@ def _line(leg: str, text: str, regex: str) -> Excerpt:
     return Excerpt(f"{leg}/config.txt", line.strip())
 
 
+_CHOOSES_LEG = re.compile(
+    r"(?im)^(?:> )?(x-(?:prefiller|decoder|kv-cache-source)-(?:host-port|url|hosts?)):\s*\S+"
+)
+
+
+def _client_chooses_leg(evidence: Evidence) -> Iterator[Finding]:
+    for leg, capture in request_heads(evidence, "client"):
+        if header := _CHOOSES_LEG.search(capture.text):
+            yield Finding(
+                next((each.name for each in evidence.role("router")), leg.name),
+                "likely",
+                (Excerpt(capture.source, header[0]),),
+                f"A client's request names the leg to take KV from ({header[1]}): where the router "
+                "or sidecar obeys it, the client chooses to which address the deployment sends "
+                "prompts and which engine's blocks are read.",
+                "Remove such headers at the public side and let only the router set them; let the "
+                "sidecar accept only the addresses of known legs.",
+            )
+            return
+
+
 def _client_params(evidence: Evidence) -> Iterator[Answer]:
+    yield from _client_chooses_leg(evidence)
     given = [
         capture
         for _, capture in requests(evidence, "client", DEPLOYMENT)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pd_connector.contract import CONVERSATION_HEADERS
 from pdctl.doctor.checks.captures import answers, request_heads, requests
-from pdctl.doctor.checks.reading import seen
+from pdctl.doctor.checks.reading import Seen, seen
 from pdctl.doctor.evidence.facts import Capture, Evidence, LegEvidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
@@ -22,6 +22,26 @@ SESSION = Pattern(
     "turn-with-session",
     NO_SESSION.any_of,
     r"(?i)(?:session|conversation)(?:_id)?[=:]\s?(?!-|none|null|\"\"|''|<none>|missing|unknown)\w",
+)
+NO_KEY = Pattern(
+    "session-key-not-found",
+    (
+        "ession key",
+        "ession id",
+        "ession header",
+        "onversation id",
+        "onversation header",
+        "ession_id not",
+        "ession_id missing",
+        "ession-id not",
+        "ession-id missing",
+        "onversation_id not",
+        "onversation_id missing",
+        "ash key",
+    ),
+    r"(?i)\b(?:session|conversation|hash)[ _-](?:key|id|header)\b.{0,60}\b(?:not found|missing"
+    r"|absent|not present|not provided)\b"
+    r"|\bno (?:session|conversation|hash)[ _-](?:key|id|header)\b(?!s? (?:configured|needed))",
 )
 STICKY_SKIPPED = Pattern(
     "stickiness-skipped",
@@ -51,6 +71,10 @@ def _no_session(evidence: Evidence) -> Iterator[Answer]:
     places = set(unnamed.counts("decode"))
     later = any(int(turn) > 1 for turn in unnamed.counts("turn"))
     repeated = unnamed.count >= 2 and (later or len(places) > 1) and not seen(evidence, SESSION)
+    keyless = seen(evidence, NO_KEY, "router", DEPLOYMENT)
+    if keyless and not repeated and not seen(evidence, SESSION) and not named:
+        yield _unnamed(keyless)
+        return
     if not repeated and not (bare and not named and (unnamed or missed)):
         return
     spread = f" {len(places)} decode legs served them." if len(places) > 1 else ""
@@ -68,6 +92,20 @@ def _no_session(evidence: Evidence) -> Iterator[Answer]:
         "Send conversation_id in the body or X-Session-ID from client or gateway "
         "(benchmark_serving_multi_turn.py: --send-conversation-id). Count turns without it: "
         'pd_router_turns_total{outcome="miss"} on second turns.',
+    )
+
+
+def _unnamed(keyless: Seen) -> Finding:
+    return Finding(
+        keyless.leg,
+        "likely",
+        keyless.excerpts,
+        "The router looks for the conversation where these requests do not name it, and takes "
+        "something else instead: the next turn goes to another leg, and nothing of the turn "
+        "before is found.",
+        "Send the name that the router looks for (the message or its configuration says which "
+        "header or field), from client or gateway on every turn, and see that no proxy drops it.",
+        severity=None if keyless.count >= 2 else "warning",
     )
 
 
@@ -174,7 +212,7 @@ CHECKS = (
         "no-conversation-id",
         _no_session,
         needs=("log|http|metrics",),
-        patterns=(NO_SESSION, SESSION),
+        patterns=(NO_SESSION, SESSION, NO_KEY),
         explains=("PD5504",),
     ),
     Check(

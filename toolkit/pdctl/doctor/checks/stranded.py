@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pdctl.doctor.checks.leaks import RUNNING, USAGE, WAITING, _usage, idle_usage
+from pdctl.doctor.checks.leaks import LOAD_LINE, RUNNING, USAGE, WAITING, _usage, idle_usage
 from pdctl.doctor.checks.lines import EXPIRED_RELEASE, OUT_OF_MEMORY_KILL, UNRECOGNISED_READ
 from pdctl.doctor.checks.reading import seen
-from pdctl.doctor.evidence.facts import Evidence
-from pdctl.doctor.model import Answer, Category, Check, Finding, Pattern
+from pdctl.doctor.evidence.facts import Evidence, LegEvidence
+from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
 REJECTED = Pattern(
     "request-refused",
     ("400 Bad Request", "422 Unprocessable", "404 Not Found"),
     r"POST /v1/\S+ HTTP/[\d.]+\" (?:400|404|422)",
+)
+GONE = Pattern(
+    "client-gone",
+    ("isconnect", '" 499', "context canceled", "ClientDisconnect"),
+    r"(?i)client (?:\w+ )?(?:disconnected|closed|gone|went away)|\" 499\b"
+    r"|context canceled|ClientDisconnect",
 )
 RELEASE_CRASH = Pattern(
     "release-crash",
@@ -69,26 +75,46 @@ def _dead_reader(evidence: Evidence) -> Iterator[Answer]:
     for leg in evidence.role("prefill"):
         usage = _usage(leg)
         metrics = leg.metrics
+        if not usage and (down or killed) and (line := _full_and_waiting(leg)):
+            yield _held(leg.name, (line, *(down.excerpts[:1] or killed.excerpts[:1])))
+            continue
         if not usage or usage[-1] < 0.85 or not metrics or not (down or killed or router):
             continue
         if (metrics.value(RUNNING) or 0) > 2 or not metrics.value(WAITING):
             continue
-        yield Finding(
+        yield _held(
             leg.name,
-            "likely",
             (
                 metrics.excerpt(USAGE),
                 metrics.excerpt(WAITING),
                 *(down.excerpts[:1] or killed.excerpts[:1]),
                 *router[:1],
             ),
-            "Decode died, and prefill keeps the blocks of everything decode had not read until "
-            "their time is over: it does not know that the reader is gone, and admits nothing "
-            "meanwhile (480 s before vLLM had leases, 30 s with them).",
-            "Upgrade to a vLLM with leases and heartbeats (kv_lease_duration). On an older one "
-            "restart prefill after a decode crash, or lower VLLM_NIXL_ABORT_REQUEST_TIMEOUT. Find "
-            "out why decode died.",
         )
+
+
+def _held(leg: str, shown: tuple[Excerpt, ...]) -> Finding:
+    return Finding(
+        leg,
+        "likely",
+        shown,
+        "Decode died, and prefill keeps the blocks of everything decode had not read until "
+        "their time is over: it does not know that the reader is gone, and admits nothing "
+        "meanwhile (480 s before vLLM had leases, 30 s with them).",
+        "Upgrade to a vLLM with leases and heartbeats (kv_lease_duration). On an older one "
+        "restart prefill after a decode crash, or lower VLLM_NIXL_ABORT_REQUEST_TIMEOUT. Find "
+        "out why decode died.",
+    )
+
+
+def _full_and_waiting(leg: LegEvidence) -> Excerpt | None:
+    """The last statistics line of a leg that is full, runs next to nothing and lets all wait."""
+    hits = leg.hits.get(LOAD_LINE.name)
+    for hit in hits.last[-1:] if hits else ():
+        load = {name: float(hit.groups[name]) for name in ("running", "waiting", "usage")}
+        if load["running"] <= 2 and load["waiting"] > 0 and load["usage"] >= 85:
+            return hit.excerpt
+    return None
 
 
 def _stranded(evidence: Evidence) -> Iterator[Answer]:
@@ -106,6 +132,20 @@ def _stranded(evidence: Evidence) -> Iterator[Answer]:
             "until their time is over.",
             "Validate requests before prefill (the router must send the same checks to both legs "
             "first), and keep the lease short (kv_lease_duration 30).",
+        )
+        return
+    gone = seen(evidence, GONE, "router", DEPLOYMENT, "client")
+    if unread and gone:
+        yield Finding(
+            released.leg,
+            "likely",
+            (*gone.excerpts[:1], *released.excerpts[:2]),
+            "Clients went away after prefill had answered and before decode took the request: "
+            "decode never hears of it, so nobody tells prefill that its blocks can go, and they "
+            "stay until the lease ends.",
+            "Keep the lease short (kv_lease_duration 30), and let the router send decode's request "
+            "even when the client has gone, or send nothing to prefill that it cannot follow up.",
+            severity="warning" if len(unread) >= 3 or gone.count >= 3 else "info",
         )
         return
     read = seen(evidence, UNRECOGNISED_READ, "prefill")
@@ -158,8 +198,8 @@ CHECKS = (
         "error",
         "reader-gone",
         _dead_reader,
-        needs=("metrics",),
-        patterns=(PEER_DOWN, OUT_OF_MEMORY_KILL),
+        needs=("log|metrics",),
+        patterns=(PEER_DOWN, OUT_OF_MEMORY_KILL, LOAD_LINE),
         explains=("PD4001", "PD5002", "PD8505", "PD7004"),
     ),
     Check(
@@ -170,7 +210,7 @@ CHECKS = (
         "never-reported-read",
         _stranded,
         needs=("log",),
-        patterns=(EXPIRED_RELEASE, UNRECOGNISED_READ, REJECTED),
+        patterns=(EXPIRED_RELEASE, UNRECOGNISED_READ, REJECTED, GONE),
         premises=("PD5003", "PD5004"),
         explains=("PD4001", "PD4004", "PD5005", "PD5002"),
     ),

@@ -15,7 +15,7 @@ from pd_connector.contract import (
 from pdctl.doctor.checks.captures import streams
 from pdctl.doctor.checks.reading import seen
 from pdctl.doctor.checks.settings import LOG_SETTINGS, is_true, settings
-from pdctl.doctor.evidence.facts import Evidence
+from pdctl.doctor.evidence.facts import Evidence, LegEvidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
 
 PLUGIN_ACTIVE = Pattern("stream-plugin-active", (LOG_STREAM_ACTIVE,))
@@ -109,7 +109,53 @@ def _plugin(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+_BUFFERS = re.compile(
+    r"(?im)^(?!\s*#).{0,200}(?:proxy_buffering\s*:?\s*[\"']?on\b"
+    r"|response_body_mode\W{1,3}BUFFERED\b|proxy-buffering\W{1,4}on\b)"
+)
+_TIMES = re.compile(r"(?m)^\s*t=(\d+(?:\.\d+)?)")
+_CURL_TIMES = re.compile(
+    r"(?i)(?:time_)?starttransfer\W{1,3}(\d+\.\d+)\D{1,40}?total\W{1,3}(\d+\.\d+)"
+)
+
+
+def _all_at_once(leg: LegEvidence) -> Excerpt | None:
+    """A stream whose first byte came with its last."""
+    shown = [(each.text, each.excerpt) for each in leg.http]
+    shown += [(f"{each.line}\n{each.output[:20_000]}", each.excerpt) for each in leg.commands]
+    for text, excerpt in shown:
+        if not re.search(r"(?i)\bstream\W{1,4}true|event-stream|data: \[DONE\]", text):
+            continue
+        times = [float(each) for each in _TIMES.findall(text)]
+        if len(times) > 2 and times[1] - times[0] > 2 and times[-1] - times[1] < 0.1:
+            return excerpt
+        curl = _CURL_TIMES.search(text)
+        if curl and float(curl[2]) > 2 and float(curl[1]) > 0.95 * float(curl[2]):
+            return excerpt
+    return None
+
+
 def _buffered(evidence: Evidence) -> Iterator[Answer]:
+    late = [(leg.name, shown) for leg in evidence.legs if (shown := _all_at_once(leg))]
+    stated = [
+        (leg.name, Excerpt(f"{leg.name}/config.txt", match[0].strip()))
+        for leg in evidence.legs
+        if leg.config and (match := _BUFFERS.search(leg.config.text))
+    ]
+    if late or stated:
+        yield Finding(
+            (stated or late)[0][0],
+            "certain" if late and stated else "likely",
+            (*(shown for _, shown in stated[:1]), *(shown for _, shown in late[:1])),
+            "Something between client and engine collects the stream and passes it on at once or "
+            "in lumps: the first token is as late as the last, and what takes the handle from the "
+            "stream sees it late or not at all.",
+            "Switch buffering off for text/event-stream: nginx proxy_buffering off or "
+            "X-Accel-Buffering: no, Envoy response_body_mode STREAMED or NONE, no gzip. Check with "
+            "curl -N: chunks must come one token at a time.",
+            severity=None if late else "warning",
+        )
+        return
     for leg in evidence.legs:
         for capture in leg.http:
             if not _SIZES.search(capture.text):
@@ -158,7 +204,7 @@ CHECKS = (
         "error",
         "stream-buffered",
         _buffered,
-        needs=("http",),
+        needs=("http|config|commands",),
         explains=("PD4511",),
     ),
     Check(

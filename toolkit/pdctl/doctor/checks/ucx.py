@@ -21,8 +21,16 @@ from pdctl.doctor.model import Answer, Category, Check, Excerpt, Finding, Patter
 
 DRIVER_NOT_LOADED = Pattern(
     "verbs-driver-not-loaded",
-    ("couldn't load driver", "no userspace device-specific driver"),
-    r"couldn't load driver '?libefa-rdmav\d+|no userspace device-specific driver found",
+    (
+        "couldn't load driver",
+        "no userspace device-specific driver",
+        "version `EFA_",
+        "version `IBVERBS_",
+        "version 'EFA_",
+        "version 'IBVERBS_",
+    ),
+    r"couldn't load driver '?libefa-rdmav\d+|no userspace device-specific driver found"
+    r"|version [`'](?:EFA|IBVERBS)_[\w.]+' not found",
 )
 UCX_LANES = Pattern(
     "ucx-lanes",

