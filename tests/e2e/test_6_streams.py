@@ -130,7 +130,7 @@ def test_a_tool_call_is_one_in_the_stream(pair: Pair) -> None:
 def test_a_stop_string_leaves_no_handle_either_way(pair: Pair) -> None:
     """vLLM's server finds stop strings itself and aborts the request in the engine: as for a
     client that left, nothing is kept."""
-    body = body_of(CHAT, "until a vowel", {"stop": ["e", "a", "o"], "max_tokens": 64})
+    body = body_of(CHAT, "until a vowel", {"stop": ["a", "e", "o", " "], "max_tokens": 400})
     url = f"{pair.deployment.decode_url}{CHAT}"
     pair.leases(release=sorted(pinned(pair)))
     whole = pair.client.post(url, json=body).json()
