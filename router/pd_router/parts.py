@@ -94,6 +94,7 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
         spans=_spans(settings, metrics),
     )
     _gauges(router)
+    start_counting(router)
     workers = [
         asyncio.create_task(work) for work in (health.watch(), releases.work(), handles.watch())
     ]
@@ -123,6 +124,7 @@ def _store(settings: Settings, legs: Legs, on_drop: OnDrop) -> HandleStore:
             branches=settings.max_branches,
             legs=lambda: [leg.name for leg in legs.decode],
             on_drop=on_drop,
+            answer_seconds=settings.state_timeout,
         )
     return MemoryStore(
         ttl=settings.handle_ttl,
@@ -142,6 +144,19 @@ def _spans(settings: Settings, metrics: Metrics) -> Spans | None:
         log.warning("no spans: %s (pip install 'pdctl[observability]')", error)
         return None
     return Spans(export, metrics.spans_dropped.inc)
+
+
+def start_counting(router: Router) -> None:
+    """Every counter is there from the start, so that its first increase is seen as one."""
+    metrics, legs = router.metrics, router.legs
+    for leg in legs.prefill:
+        metrics.handles_sent.labels(leg.name)
+    for leg in legs:
+        metrics.leg_restarts.labels(leg.name)
+    for reason in ("expired", "evicted", "replaced", "released", "leg_restarted", "leg_down"):
+        metrics.handles_dropped.labels(reason)
+    for ending in ("ok", "client_gone", "broken_stream", "refused", "error"):
+        metrics.endings.labels(ending)
 
 
 def _gauges(router: Router) -> None:

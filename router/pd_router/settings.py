@@ -120,6 +120,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Routers of one deployment share what ``state`` holds."""
     state: str = "memory"
     """Where handles are held: ``memory``, or the ``redis://`` URL that several routers share."""
+    state_timeout: Seconds = 0.25
+    """How long a turn waits for a shared ``state``; then it goes on without reuse."""
     drain_timeout: Seconds = 30.0
     """How long running requests may go on after SIGTERM."""
     client_stall_timeout: Seconds = 120.0

@@ -29,8 +29,6 @@ from pd_router.handles import Handle, OnDrop, unpack
 
 log = logging.getLogger("pd_router")
 
-ANSWER_SECONDS = 0.25
-"""How long a turn waits for the store."""
 _PAUSE_SECONDS = 1.0
 """How long the store is left alone after it did not answer."""
 _COUNT_SECONDS = 2.0
@@ -172,15 +170,16 @@ class RedisStore:
         branches: int,
         legs: Callable[[], Sequence[str]],
         on_drop: OnDrop,
+        answer_seconds: float,
     ) -> None:
         """``name`` is the deployment's: routers of one name share their handles.
-        ``legs`` tells the decode legs."""
+        ``legs`` tells the decode legs. A turn waits ``answer_seconds`` for the store."""
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=_CONNECTIONS,
-            timeout=ANSWER_SECONDS,
-            socket_timeout=ANSWER_SECONDS,
-            socket_connect_timeout=ANSWER_SECONDS,
+            timeout=answer_seconds,
+            socket_timeout=answer_seconds,
+            socket_connect_timeout=answer_seconds,
         )
         self._redis = Redis(connection_pool=pool)
         self._where = urlsplit(url).hostname
@@ -191,6 +190,7 @@ class RedisStore:
         self._on_drop = on_drop
         self._legs = legs
         self._held: dict[str, int] = {}
+        self._answer_seconds = answer_seconds
         self._silent_until = 0.0
         scripts = {
             "put": _PUT,
@@ -289,7 +289,7 @@ class RedisStore:
             work.close()  # type: ignore[attr-defined]
             return None
         try:
-            return await asyncio.wait_for(work, ANSWER_SECONDS)
+            return await asyncio.wait_for(work, self._answer_seconds)
         except (RedisError, OSError, asyncio.TimeoutError) as error:
             self._silent_until = time.monotonic() + _PAUSE_SECONDS
             log.warning(

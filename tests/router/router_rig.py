@@ -20,6 +20,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_engine import FakeEngine
+from ports import free_ports
 
 DEADLINE = 60.0
 
@@ -35,6 +36,8 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
+    if host == "127.0.0.1":
+        return free_ports(1)[0]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.bind((host, 0))

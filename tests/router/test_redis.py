@@ -84,6 +84,7 @@ async def stores(server: Server) -> AsyncIterator[Open]:
     def open_store(**settings: Any) -> RedisStore:
         given = {"ttl": 60.0, "capacity": 100, "branches": 4, "legs": lambda: ["d0"]} | settings
         given.setdefault("on_drop", lambda handle, reason: None)
+        given["answer_seconds"] = 30.0
         opened.append(RedisStore(server.url, "test", **given))
         return opened[-1]
 
@@ -192,6 +193,7 @@ async def test_deployments_do_not_see_each_other(stores: Open, server: Server) -
         branches=1,
         legs=lambda: [],
         on_drop=lambda handle, reason: None,
+        answer_seconds=30.0,
     )
     assert await other.find(["k"]) == []
     await other.close()
@@ -200,7 +202,10 @@ async def test_deployments_do_not_see_each_other(stores: Open, server: Server) -
 def share(
     server: Server, folder: Path, prefill: FakeEngine, decode: FakeEngine, count: int = 2
 ) -> list[Router]:
-    return [launch(folder, [prefill], [decode], state=server.url) for _ in range(count)]
+    return [
+        launch(folder, [prefill], [decode], state=server.url, state_timeout=30.0)
+        for _ in range(count)
+    ]
 
 
 @pytest.fixture
@@ -236,7 +241,7 @@ def test_a_router_that_starts_again_finds_its_handles(
     chat.say("Hello")
     routers[0].stop()
     engines = routers[0].prefill, routers[0].decode
-    routers.append(launch(tmp_path, *engines, state=server_url(routers[0])))
+    routers.append(launch(tmp_path, *engines, state=server_url(routers[0]), state_timeout=30.0))
     chat.router = routers[-1]
     assert chat.say("Again").outcome == "hit"
 
