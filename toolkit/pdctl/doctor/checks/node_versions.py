@@ -143,8 +143,8 @@ MORE = (
         "PD6503",
         _too_old,
         ("commands",),
-        explains=("PD1001", "PD6502", "PD6562"),
+        explains=("PD1001", "PD1005", "PD6502", "PD6562"),
         cheap=True,
     ),
-    More("PD6502", _unloadable, ("commands",), explains=("PD1001", "PD6562"), cheap=True),
+    More("PD6502", _unloadable, ("commands",), explains=("PD1001", "PD1005", "PD6562"), cheap=True),
 )
