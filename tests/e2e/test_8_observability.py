@@ -257,8 +257,8 @@ NOT_FED = {
     "pd-turns: What a later turn without readback costs",
     "pd-turns: Why handles were not sent",
 }
-"""What the last minute of an undisturbed load has no numbers for: nothing goes wrong, the spec names
-no provider, and every turn is read back, so that one line of the two over the length is missing."""
+"""What the last minute of an undisturbed load has no numbers for: nothing goes wrong, the spec
+names no provider, and later turns are all read back, so that one line over the length is missing."""
 
 
 def test_one_trace_across_three_processes(loaded: Watched, tmp_path: Path) -> None:
