@@ -258,7 +258,7 @@ NOT_FED = {
     "pd-turns: Why handles were not sent",
 }
 """What the last minute of an undisturbed load has no numbers for: nothing goes wrong, the spec
-names no provider, and later turns are all read back, so that one line over the length is missing."""
+names no provider, and later turns are all read back: one of two lines is missing."""
 
 
 def test_one_trace_across_three_processes(loaded: Watched, tmp_path: Path) -> None:
