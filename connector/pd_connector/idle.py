@@ -54,7 +54,7 @@ def _leases_of(engine: Any) -> Any:
         return None
     if not scheduler.has_requests():
         return None
-    ours = getattr(scheduler.get_kv_connector(), "connector_scheduler", None)
+    ours: Any = getattr(scheduler.get_kv_connector(), "connector_scheduler", None)
     return ours.leases.table if getattr(ours, "may_sleep", False) else None
 
 
