@@ -147,7 +147,8 @@ def test_a_turn_after_the_decode_ttl(deployment: Deployment) -> None:
     deployment.spec["kv_transfer"]["decode_ttl"] = "2s"
     deployment.spec["router"]["handle_ttl"] = "1s"
     deployment.write()
-    deployment.pdctl("up", "SPEC")
+    # The preflight would not start it.
+    deployment.pdctl("up", "SPEC", "--skip-checks")
 
     # Sent at once: prefill declines it, since less than its margin of 5 s is left.
     conversation = Conversation(deployment)

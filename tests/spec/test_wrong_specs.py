@@ -111,7 +111,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "long-key": (
         edited(("name: demo", f"name: demo\n{'k' * 900}: 1")),
         f"2:1: unknown key '{'k' * 57}...'; known: name, model, engine, kv_transfer, fabric, "
-        "prefill, decode, router, observability, benchmark",
+        "prefill, decode, router, observability, benchmark, workload",
     ),
     "long-text": (
         edited(("name: demo", f"name: {'n' * 900}")),
