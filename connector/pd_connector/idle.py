@@ -4,6 +4,9 @@ vLLM steps for as long as a finished request keeps its blocks, a millisecond apa
 decode leg with kept turns uses most of a core; its worker process spins for a second after each
 step besides. Nothing there is urgent: what a step finds is that a deadline has passed or that
 prefill has no use for a turn. A request, a claim or an order ends the sleep at once.
+
+What an idle leg still uses is NIXL's progress thread, which polls without pause with or without
+kept turns.
 """
 
 import functools
