@@ -103,6 +103,8 @@ def prometheus_flags(spec: Spec, config: str, data: str) -> list[str]:
         f"--storage.tsdb.path={data}",
         "--storage.tsdb.retention.time=30d",
         "--enable-feature=exemplar-storage",
+        # An alert that fires before Alertmanager is found (5 s after the start) is sent again.
+        f"--rules.alert.resend-delay={span(min(60.0, stack.alert_window))}",
         f"--web.console.templates={config}/consoles",
         f"--web.console.libraries={config}/consoles",
         f"--web.listen-address={bracketed(stack.host)}:{stack.prometheus_port}",
