@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_connector import contract
+from pd_connector import contract, telemetry
 from pd_connector.contract import Outcome
 from pdctl.conversation import user_text
 from tests.waiting import until
@@ -157,13 +157,13 @@ def test_a_turn_after_the_decode_ttl(deployment: Deployment) -> None:
     assert turn.text == conversation.plain()
     assert turn.outcome == Outcome.EXPIRED.value
 
-    until("decode has released the blocks", lambda: expired(deployment) >= 2)
+    until("decode has let the blocks go", lambda: kept_turns(deployment) == 0)
     turn = conversation.say()
     assert turn.text == conversation.plain()
     assert turn.outcome == Outcome.EXPIRED.value
 
 
-def expired(deployment: Deployment) -> float:
+def kept_turns(deployment: Deployment) -> float:
     lines = deployment.client.get(f"{deployment.decode_url}/metrics").text.splitlines()
-    name = contract.ENGINE_NIXL_EXPIRED
+    name = telemetry.ENGINE_PINS.name
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
