@@ -38,6 +38,7 @@ _PROGRAMS = {
 """By what each is called: Debian renames Alertmanager."""
 _READY_SECONDS = 60.0
 _POLL_SECONDS = 0.1
+_CLOSING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -144,18 +145,26 @@ def _start(state: DeploymentState, watcher: Watcher) -> str:
         return f"{watcher.name}: runs already, {watcher.url}"
     if record:
         stop([record.launch_id], grace=10.0)
-    _check_port(watcher)
+    _check_port(watcher, _CLOSING_SECONDS if record else 0.0)
     record = LegRecord(watcher.name, ROLE, watcher.url, False, uuid.uuid4().hex, time.time())
     state.write(record, [script])
     run_script(state, record, {})
     return f"{watcher.name}: {'restarted' if running else 'started'}, {watcher.url}"
 
 
-def _check_port(watcher: Watcher) -> None:
-    """Another's answers must not be taken for ours."""
+def _check_port(watcher: Watcher, patience: float) -> None:
+    """Another's answers must not be taken for ours.
+
+    Args:
+        patience: seconds in which a process that has just ended may close its sockets.
+    """
     url = urlsplit(watcher.url)
     assert url.hostname is not None and url.port is not None
-    problem = cannot_listen(url.hostname, url.port)
+    deadline = time.monotonic() + patience
+    while (problem := cannot_listen(url.hostname, url.port)) == errno.EADDRINUSE:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
     if problem == errno.EADDRINUSE:
         _, who = port_owner(url.port)
         raise PdctlError(
