@@ -37,7 +37,7 @@ pytestmark = pytest.mark.e2e_observability
 
 ANSWER_TOKENS = 16
 CONVERSATIONS, TURNS = 3, 4
-DECODE_TTL = 30
+DECODE_TTL = 20
 ALERT_WINDOW = 4
 
 
