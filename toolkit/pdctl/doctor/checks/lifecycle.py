@@ -36,8 +36,9 @@ SHUTDOWN = Pattern(
         "Stopping container",
         "Killing container",
     ),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400})?(?:force killing remaining processes"
-    r"|(?i:received (?:signal )?SIGTERM)|Shutting down|(?:Stopping|Killing) container)",
+    r"force killing remaining processes"
+    r"|(?i:received (?:signal )?SIGTERM)|Shutting down|(?:Stopping|Killing) container",
+    timed=True,
 )
 TOGETHER_SECONDS = 180
 """Log lines further apart than this have nothing to do with each other."""

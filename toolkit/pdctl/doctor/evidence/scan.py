@@ -16,7 +16,7 @@ import ahocorasick_rs
 
 from pdctl.doctor.evidence.facts import KEPT_HITS, KEPT_VALUES, Hit, Hits, add
 from pdctl.doctor.evidence.text import printable
-from pdctl.doctor.model import Pattern
+from pdctl.doctor.model import TIME_OF_DAY, Pattern
 
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 16
@@ -87,13 +87,15 @@ class Scanner:
 class _Tally:
     """What one log holds of one pattern, as cheaply as a line can be counted."""
 
-    __slots__ = ("count", "first", "last", "values")
+    __slots__ = ("count", "first", "last", "pattern", "times", "values")
 
-    def __init__(self, groups: tuple[tuple[str, int], ...]):
+    def __init__(self, pattern: Pattern, groups: tuple[tuple[str, int], ...]):
+        self.pattern = pattern
         self.count = 0
         self.first: list[tuple[int, re.Match[str]]] = []
         self.last: deque[tuple[int, re.Match[str]]] = deque(maxlen=KEPT_HITS)
         self.values: list[tuple[str, int, dict[str, int]]] = [(n, g, {}) for n, g in groups]
+        self.times: dict[str, int] | None = {} if pattern.timed else None
 
     def add(self, line: int, match: re.Match[str]) -> None:
         self.count += 1
@@ -101,20 +103,27 @@ class _Tally:
             self.first.append((line, match))
         self.last.append((line, match))
         for _, group, counts in self.values:
-            value = match[group]
-            if value is None:
-                continue
-            if value in counts:
-                counts[value] += 1
-            elif len(counts) < KEPT_VALUES:
-                counts[value] = 1
+            if (value := match[group]) is not None:
+                _count(counts, value)
+        if self.times is not None and (when := TIME_OF_DAY.search(match.string, 0, match.start())):
+            _count(self.times, when[0])
 
     def hits(self, leg: str, source: str) -> Hits:
         def made(kept: Iterable[tuple[int, re.Match[str]]]) -> list[Hit]:
-            return [Hit(leg, source, line, _around(match), _named(match)) for line, match in kept]
+            groups = self.pattern.groups
+            return [Hit(leg, source, line, _around(match), groups(match)) for line, match in kept]
 
-        values = {name: Counter(counts) for name, _, counts in self.values if counts}
+        counted = [(name, counts) for name, _, counts in self.values]
+        counted.append(("when", self.times or {}))
+        values = {name: Counter(counts) for name, counts in counted if counts}
         return Hits(self.count, made(self.first), made(self.last), values)
+
+
+def _count(counts: dict[str, int], value: str) -> None:
+    if value in counts:
+        counts[value] += 1
+    elif len(counts) < KEPT_VALUES:
+        counts[value] = 1
 
 
 class _Reading:
@@ -175,12 +184,9 @@ class _Reading:
             if match := scanner.regexes[number].search(text):
                 tally = tallies.get(number)
                 if tally is None:
-                    tally = tallies[number] = _Tally(scanner.groups[number])
+                    tally = _Tally(scanner.patterns[number], scanner.groups[number])
+                    tallies[number] = tally
                 tally.add(line, match)
-
-
-def _named(match: re.Match[str]) -> dict[str, str]:
-    return {key: value for key, value in match.groupdict().items() if value is not None}
 
 
 def _around(match: re.Match[str]) -> str:
