@@ -68,6 +68,8 @@ DEPLOYMENT = "deployment"
 """The ``leg`` of what belongs to no single leg."""
 
 
+LONGEST_VALUE = 300
+"""Characters of a named group that are kept: no name, address or number is longer."""
 TIME_OF_DAY = re.compile(r"\d\d:\d\d:\d\d\b")
 
 
@@ -96,7 +98,8 @@ class Pattern:
 
     def groups(self, match: re.Match[str]) -> dict[str, str]:
         """The named groups of a match that took part in it."""
-        found = {name: value for name, value in match.groupdict().items() if value is not None}
+        named = match.groupdict().items()
+        found = {name: value[:LONGEST_VALUE] for name, value in named if value is not None}
         if self.timed and (when := TIME_OF_DAY.search(match.string, 0, match.start())):
             found["when"] = when[0]
         return found

@@ -31,7 +31,7 @@ LOAD_LINE = Pattern(
     "engine-load",
     ("KV cache usage:",),
     r"Running: (?P<running>\d+) reqs.{0,60}?Waiting: (?P<waiting>\d+) reqs"
-    r".{0,120}?KV cache usage: (?P<usage>[\d.]+)%",
+    r".{0,120}?KV cache usage: (?P<usage>\d+(?:\.\d+)?)%",
     timed=True,
 )
 USAGE = "vllm:kv_cache_usage_perc"

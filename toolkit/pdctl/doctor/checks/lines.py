@@ -103,7 +103,7 @@ OUT_OF_MEMORY_KILL = Pattern(
 KV_TRANSFER_METRICS = Pattern(
     "kv-transfer-metrics",
     ("KV Transfer metrics:",),
-    r"Num successful transfers=(?P<transfers>\d+).{0,400}?Avg MB per transfer=(?P<mb>[\d.]+)"
-    r".{0,400}?Throughput \(MB/s\)=(?P<rate>[\d.]+)"
-    r"(?:.{0,400}?Avg number of descriptors=(?P<descriptors>[\d.]+))?",
+    r"Num successful transfers=(?P<transfers>\d+).{0,400}?Avg MB per transfer=(?P<mb>\d+(?:\.\d+)?)"
+    r".{0,400}?Throughput \(MB/s\)=(?P<rate>\d+(?:\.\d+)?)"
+    r"(?:.{0,400}?Avg number of descriptors=(?P<descriptors>\d+(?:\.\d+)?))?",
 )

@@ -50,9 +50,9 @@ RESULT_MISSING = Pattern(
 STATISTICS = Pattern(
     "engine-statistics",
     ("External prefix cache hit rate",),
-    r"Avg prompt throughput: (?P<prompt>[\d.]+).{0,400}"
-    r"Prefix cache hit rate: (?P<local>[\d.]+)%.{0,400}"
-    r"External prefix cache hit rate: (?P<external>[\d.]+)%",
+    r"Avg prompt throughput: (?P<prompt>\d+(?:\.\d+)?).{0,400}"
+    r"Prefix cache hit rate: (?P<local>\d+(?:\.\d+)?)%.{0,400}"
+    r"External prefix cache hit rate: (?P<external>\d+(?:\.\d+)?)%",
 )
 SUCCESS = "vllm:request_success_total"
 PROMPT_TOKENS = "vllm:prompt_tokens_total"

@@ -16,7 +16,7 @@ import ahocorasick_rs
 
 from pdctl.doctor.evidence.facts import KEPT_HITS, KEPT_VALUES, Hit, Hits, add
 from pdctl.doctor.evidence.text import printable
-from pdctl.doctor.model import TIME_OF_DAY, Pattern
+from pdctl.doctor.model import LONGEST_VALUE, TIME_OF_DAY, Pattern
 
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 16
@@ -104,7 +104,7 @@ class _Tally:
         self.last.append((line, match))
         for _, group, counts in self.values:
             if (value := match[group]) is not None:
-                _count(counts, value)
+                _count(counts, value[:LONGEST_VALUE])
         if self.times is not None and (when := TIME_OF_DAY.search(match.string, 0, match.start())):
             _count(self.times, when[0])
 

@@ -5,6 +5,13 @@ import re
 _COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
 
+_NUMBER = re.compile(r"\d{300,}")
+
+
+def tame(text: str) -> str:
+    """Printable, and without numbers so long that reading them as such would fail."""
+    return _NUMBER.sub(lambda match: match[0][:300], printable(text))
+
 
 def printable(text: str) -> str:
     """Without colours, cursor movements and other control characters; tabs and newlines stay."""
