@@ -2,9 +2,9 @@
 
 usage: python benchmarks/doctor/live_faults.py [STAGE ...] [--keep FOLDER] [--mpich WHEEL]
 
-Stages: sides, decode, restarted, stock, prefill, failing, libfabric, fallback. The last one needs
-a libfabric 2.x, which is in PyPI's mpich wheel (`pip download --no-deps mpich==5.0.2`), libhwloc15
-and a C compiler.
+Stages: sides, load, decode, restarted, stock, prefill, failing, libfabric, fallback. The last one
+needs a libfabric 2.x, which is in PyPI's mpich wheel (`pip download --no-deps mpich==5.0.2`),
+libhwloc15 and a C compiler.
 Every row is one fault: what doctor found first,
 the rest, seconds. Exits 1 when a fault is not the first finding, a healthy deployment has an error
 or a warning, the live and the collected answer differ, or doctor takes 10 s.
@@ -155,6 +155,22 @@ def sides(table: Table) -> None:
         table.row("bidirectional off/on", place, "PD3007")
 
 
+def load(table: Table) -> None:
+    """A healthy pair that has more to do than it can."""
+    with deployment(table, SOON) as place:
+        timed("start", lambda: pair(place, place.leg(P), place.leg(D)))
+        place.start(place.leg(R))
+        place.turns(2)
+        clients = [Thread(target=place.turns, args=(4,)) for _ in range(6)]
+        for client in clients:
+            client.start()
+        table.row("healthy, loaded", place)
+        print(f"     ({sum(client.is_alive() for client in clients)} of 6 clients at work)")
+        for client in clients:
+            client.join()
+        table.row("healthy, idle after load", place)
+
+
 def decode(table: Table) -> None:
     """Faults of the decode leg beside a good prefill leg."""
     with deployment(table, SOON) as place:
@@ -264,7 +280,12 @@ def fallback(table: Table) -> None:
 
 def interface() -> str:
     """libfabric's tcp provider listens on no loopback interface."""
-    return next(name for _, name in socket.if_nameindex() if name != "lo")
+    names = [name for _, name in socket.if_nameindex() if name != "lo"]
+    return next(each for each in names if _state(each) in ("up", "unknown"))
+
+
+def _state(interface: str) -> str:
+    return Path("/sys/class/net", interface, "operstate").read_text().strip()
 
 
 def new_libfabric(wheel: Path, folder: Path) -> Path:
@@ -292,7 +313,7 @@ def fake_cuda(folder: str) -> Path:
 
 
 STAGES = {
-    "sides": sides, "decode": decode, "restarted": restarted, "stock": stock,
+    "sides": sides, "load": load, "decode": decode, "restarted": restarted, "stock": stock,
     "prefill": prefill, "failing": failing, "libfabric": libfabric, "fallback": fallback,
 }  # fmt: skip
 

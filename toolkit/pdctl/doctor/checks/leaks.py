@@ -18,7 +18,7 @@ PUSH_TIMEOUT = Pattern(
 WAITING_FOR_REMOTE = Pattern(
     "waiting-for-remote-kv",
     ("still in WAITING_FOR_REMOTE_KVS", "KVPoll.WaitingForInput"),
-    r"\b(?P<request>\S+) is still in WAITING_FOR_REMOTE_KVS"
+    r"\b(?P<request>\S{1,200}) is still in WAITING_FOR_REMOTE_KVS"
     r"|(?P<gave_up>timed out after .{0,400} in KVPoll\.WaitingForInput)",
     timed=True,
 )

@@ -18,7 +18,16 @@ from pdctl.doctor.checks.lines import (
 from pdctl.doctor.checks.reading import Seen, any_seen, seen
 from pdctl.doctor.checks.settings import LOG_SETTINGS, settings
 from pdctl.doctor.evidence.facts import Evidence
-from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
+from pdctl.doctor.model import (
+    DEPLOYMENT,
+    TIME_OF_DAY,
+    Answer,
+    Category,
+    Check,
+    Excerpt,
+    Finding,
+    Pattern,
+)
 
 STALE_QUEUE_PAIR = Pattern(
     "stale-queue-pair",
@@ -124,12 +133,12 @@ def _stopped(evidence: Evidence, role: str) -> Seen:
     if own := seen(evidence, SHUTDOWN, role):
         return own
     told = evidence.text(
-        rf"(?:(?P<when>\d\d:\d\d:\d\d)\b.{{0,200}})?\b{role}\S*.{{0,200}}"
-        r"(?i:(?:stopping|killing) container|SIGKILL|SIGTERM)",
+        rf"\b{role}.{{0,200}}(?i:(?:stopping|killing) container|SIGKILL|SIGTERM)",
         "commands",
         roles=(DEPLOYMENT,),
     )
-    when = Counter(each.match["when"] for each in told if each.match["when"])
+    before = (TIME_OF_DAY.search(each.match.string, 0, each.match.start()) for each in told)
+    when = Counter(match[0] for match in before if match)
     excerpts = tuple(each.excerpt for each in told[:3])
     names = tuple(leg.name for leg in evidence.role(role)) or (DEPLOYMENT,)
     return Seen(len(told), excerpts, names if told else (), {"when": when} if when else {})

@@ -214,7 +214,7 @@ CHECKS = (
         _malformed,
         needs=("log|http",),
         patterns=(BAD_ADDRESS,),
-        explains=("PD2005", "PD2009", "PD4510"),
+        explains=("PD2005", "PD2008", "PD2009", "PD4510"),
     ),
     Check(
         "PD2011",
@@ -225,6 +225,6 @@ CHECKS = (
         _foreign_address,
         needs=("log|commands",),
         patterns=(NOT_MY_ADDRESS, *LOG_SETTINGS),
-        explains=("PD2005", "PD2009", "PD8505", "PD8560"),
+        explains=("PD2005", "PD2008", "PD2009", "PD8505", "PD8560"),
     ),
 )
