@@ -82,13 +82,15 @@ class Pattern:
     that are rare in a healthy log. ``regex`` is searched in the line without colours; its named
     groups are kept with the hit. Line numbers of source files differ between releases: never
     match them. ``timed``: the time of day in front of the match is kept as the group "when"; a
-    regex that looked for it would have to try every line from its begin.
+    regex that looked for it would have to try every line from its begin. Not ``counted``: how
+    often each value of a group came is not asked for, as in statistics that are always logged.
     """
 
     name: str
     any_of: tuple[str, ...]
     regex: str | None = None
     timed: bool = False
+    counted: bool = True
 
     def __post_init__(self) -> None:
         if not self.any_of or not all(len(text) >= 3 for text in self.any_of):

@@ -33,6 +33,7 @@ LOAD_LINE = Pattern(
     r"Running: (?P<running>\d+) reqs.{0,60}?Waiting: (?P<waiting>\d+) reqs"
     r".{0,120}?KV cache usage: (?P<usage>\d+(?:\.\d+)?)%",
     timed=True,
+    counted=False,
 )
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"

@@ -106,4 +106,5 @@ KV_TRANSFER_METRICS = Pattern(
     r"Num successful transfers=(?P<transfers>\d+).{0,400}?Avg MB per transfer=(?P<mb>\d+(?:\.\d+)?)"
     r".{0,400}?Throughput \(MB/s\)=(?P<rate>\d+(?:\.\d+)?)"
     r"(?:.{0,400}?Avg number of descriptors=(?P<descriptors>\d+(?:\.\d+)?))?",
+    counted=False,
 )

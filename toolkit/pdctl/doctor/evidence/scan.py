@@ -94,8 +94,9 @@ class _Tally:
         self.count = 0
         self.first: list[tuple[int, re.Match[str]]] = []
         self.last: deque[tuple[int, re.Match[str]]] = deque(maxlen=KEPT_HITS)
-        self.values: list[tuple[str, int, dict[str, int]]] = [(n, g, {}) for n, g in groups]
-        self.times: dict[str, int] | None = {} if pattern.timed else None
+        counted = groups if pattern.counted else ()
+        self.values: list[tuple[str, int, dict[str, int]]] = [(n, g, {}) for n, g in counted]
+        self.times: dict[str, int] | None = {} if pattern.timed and pattern.counted else None
 
     def add(self, line: int, match: re.Match[str]) -> None:
         self.count += 1
