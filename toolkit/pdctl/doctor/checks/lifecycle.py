@@ -26,6 +26,7 @@ from pdctl.doctor.model import (
     Check,
     Excerpt,
     Finding,
+    More,
     Pattern,
 )
 
@@ -113,6 +114,35 @@ def _stale_agent(evidence: Evidence) -> Iterator[Answer]:
         "an engine id that is new at every start: leave engine_id out, or {nonce} in a pdctl "
         "spec. Watch for finish_reason 'error' in answers with status 200.",
     )
+
+
+CRASH_IN_METADATA = Pattern(
+    "crash-in-remote-metadata",
+    ("loadRemoteMD", "loadRemoteConnInfo"),
+    r"loadRemote(?:MD|ConnInfo)",
+)
+SEGFAULT = Pattern(
+    "segfault",
+    ("egfault encountered", "SIGSEGV", "egmentation fault"),
+    r"(?i)segfault encountered|SIGSEGV|segmentation fault",
+)
+
+
+def _crash_in_metadata(evidence: Evidence) -> Iterator[Answer]:
+    where, crash = seen(evidence, CRASH_IN_METADATA), seen(evidence, SEGFAULT)
+    restarted = restarted_peer(evidence)
+    if where and crash:
+        yield Finding(
+            crash.leg,
+            "certain" if restarted else "likely",
+            (*crash.excerpts[:1], *where.excerpts[:1], *restarted[:1]),
+            "The engine crashed while it took in the metadata of a peer that was started anew: "
+            "what it held of the peer's predecessor (agent, endpoints) is stale, and NIXL up to "
+            "1.3 does not survive that.",
+            "Upgrade NIXL with vLLM (the set that vLLM pins). Until then restart the peers of a "
+            "leg with it (pdctl down, pdctl up), and take a leg out of the router before it is "
+            "restarted.",
+        )
 
 
 def _together(first: Seen, second: Seen) -> bool:
@@ -208,7 +238,16 @@ CHECKS = (
             TRANSFER_FAILURE,
             *LOG_SETTINGS,
         ),
-        explains=("PD1013", "PD1015", "PD2006", "PD2007", "PD2009", "PD4511", "PD6507"),
+        explains=(
+            "PD1013",
+            "PD1015",
+            "PD2006",
+            "PD2007",
+            "PD2009",
+            "PD4511",
+            "PD6507",
+            "PD8505",
+        ),
     ),
     Check(
         "PD8502",
@@ -244,3 +283,5 @@ CHECKS = (
         explains=("PD2005", "PD2009"),
     ),
 )
+
+MORE = (More("PD8501", _crash_in_metadata, ("log",), (CRASH_IN_METADATA, SEGFAULT)),)
