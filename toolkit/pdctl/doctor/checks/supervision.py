@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from pdctl.doctor.checks.lines import OUT_OF_MEMORY_KILL
 from pdctl.doctor.checks.reading import seen
 from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.model import (
@@ -154,6 +155,22 @@ def _public_engine(evidence: Evidence) -> Iterator[Answer]:
                 return
 
 
+def _killed_for_memory(evidence: Evidence) -> Iterator[Answer]:
+    killed = seen(evidence, OUT_OF_MEMORY_KILL)
+    if killed:
+        yield Finding(
+            killed.leg,
+            "certain",
+            killed.excerpts,
+            "The leg was killed for its use of host memory (exit code 137): the container's limit, "
+            "or the node, is smaller than weights in the page cache, pinned buffers, /dev/shm and "
+            "the workers together.",
+            "Raise the memory limit above what the leg uses after an hour of load (kubectl top "
+            "pod). If it grows without end, UCX's registration cache is the first suspect "
+            "(pdctl runbook PD7002).",
+        )
+
+
 CHECKS = (
     Check(
         "PD8506",
@@ -180,6 +197,7 @@ CHECKS = (
 )
 
 MORE = (
+    More("PD8505", _killed_for_memory, ("log", "commands"), (OUT_OF_MEMORY_KILL,)),
     More("PD5503", _replicas, ("commands",)),
     More("PD8003", _public_engine, ("commands",)),
 )

@@ -21,6 +21,8 @@ from pdctl.doctor.model import LONGEST_VALUE, TIME_OF_DAY, Pattern
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 16
 """Of a longer line only the part around a literal text is matched."""
+MOST_PARTS = 64
+"""Parts of one endless line that are matched."""
 SHOWN_CHARACTERS = 2000
 _MOST_COMBINATIONS = 10_000
 
@@ -135,6 +137,8 @@ class _Reading:
         self._tallies: dict[int, _Tally] = {}
         self._rest = b""
         self._line = 1
+        self._long_line = 0
+        self._parts = 0
 
     def feed(self, chunk: bytes) -> None:
         data = self._rest + chunk if self._rest else chunk
@@ -160,7 +164,7 @@ class _Reading:
         texts: tuple[int, ...] = ()
         for text, start, _ in self._scanner.look(data):
             if start < stop:
-                if text not in texts:
+                if texts and text not in texts:
                     texts = (*texts, text)
                 continue
             if texts:
@@ -172,11 +176,20 @@ class _Reading:
             stop = data.find(b"\n", start)
             stop = len(data) if stop < 0 else stop
             if stop - begin > LONGEST_LINE:
+                if self._is_garbage(line):
+                    texts = ()
+                    continue
                 begin = max(begin, start - LONGEST_LINE // 2)
                 stop = min(stop, start + LONGEST_LINE // 2)
         if texts:
             self._match(data[begin:stop], line, texts)
         self._line = line + data.count(b"\n", counted)
+
+    def _is_garbage(self, line: int) -> bool:
+        """Whether enough was matched of an endless line."""
+        self._parts = self._parts + 1 if line == self._long_line else 0
+        self._long_line = line
+        return self._parts >= MOST_PARTS
 
     def _match(self, raw: bytes, line: int, texts: tuple[int, ...]) -> None:
         text = printable(raw.decode(errors="replace"))
