@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -161,13 +161,22 @@ def load(table: Table) -> None:
         timed("start", lambda: pair(place, place.leg(P), place.leg(D)))
         place.start(place.leg(R))
         place.turns(2)
-        clients = [Thread(target=place.turns, args=(4,)) for _ in range(6)]
-        for client in clients:
-            client.start()
+        done = Event()
+        conversations: list[int] = []
+
+        def client() -> None:
+            while not done.is_set():
+                place.turns(4, tokens=64)
+                conversations.append(1)
+
+        clients = [Thread(target=client) for _ in range(6)]
+        for each in clients:
+            each.start()
         table.row("healthy, loaded", place)
-        print(f"     ({sum(client.is_alive() for client in clients)} of 6 clients at work)")
-        for client in clients:
-            client.join()
+        done.set()
+        for each in clients:
+            each.join()
+        print(f"     (6 clients at work all the time, {len(conversations)} conversations)")
         table.row("healthy, idle after load", place)
 
 

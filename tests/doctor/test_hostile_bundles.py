@@ -325,3 +325,40 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
     )
     unknown = json.loads(doctor(tmp_path / "b", "-o", "json").out)["unknown"]
     assert [each for each in unknown if "the check failed" in each["missing"]] == []
+
+
+@pytest.mark.parametrize(
+    "size",
+    [b"\xff" * 12, b"\x80" + b"\0" * 3 + b"\x7f" * 8, b"77777777777\0"],
+    ids=["negative", "beyond any", "huge"],
+)
+def test_sizes_that_no_file_has(tmp_path: Path, size: bytes) -> None:
+    path = tmp_path / "b.tar"
+    with tarfile.open(path, "w") as archive:
+        for name in ("router-0/log.txt", "decode-0/log.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = len(TCP)
+            archive.addfile(member, io.BytesIO(TCP.encode()))
+    data = bytearray(path.read_bytes())
+    header = data[1024:1536]
+    header[124:136], header[148:156] = size, b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    data[1024:1536] = header
+    path.write_bytes(bytes(data))
+    ended = doctor(path, "-o", "json")
+    assert found(ended) == ["PD1004"]
+
+
+def test_a_spec_whose_aliases_unfold_without_end(tmp_path: Path) -> None:
+    text = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
+        for old, new in zip("abcdefghij", "bcdefghijk", strict=True)
+    )
+    for name in ("bundle.yaml", "deployment/spec.yaml", "prefill-0/config.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "prefill-0" / "log.txt").write_text(TCP)
+    ended = doctor(tmp_path, "-o", "json")
+    assert found(ended) == ["PD1004"]
+    assert any("aliases" in each for each in json.loads(ended.out)["gaps"])

@@ -141,9 +141,12 @@ def state(leg: LegEvidence) -> State | None:
     if not isinstance(row, dict):
         return None
     started = row.get("started_at")
-    shown = {
-        key: row[key] for key in ("phase", "pid", "detail", "last_line") if row.get(key) is not None
-    }
+    told = (
+        ("phase", "pid")
+        if row.get("phase") == "healthy"
+        else ("phase", "pid", "detail", "last_line")
+    )
+    shown = {key: row[key] for key in told if row.get(key)}
     return State(
         str(row.get("phase", "")),
         str(row.get("detail", "")),

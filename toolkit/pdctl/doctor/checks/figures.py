@@ -177,6 +177,17 @@ CHECKS = (
         "counted-by-the-reader",
         _counted_by_the_reader,
         needs=("metrics",),
+        # Then prefill has read nothing for a reason.
+        premises=(
+            "PD3007",
+            "PD4060",
+            "PD4508",
+            "PD4511",
+            "PD5501",
+            "PD6001",
+            "PD6003",
+            "PD8501",
+        ),
     ),
     Check(
         "PD7509",

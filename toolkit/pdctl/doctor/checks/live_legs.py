@@ -29,6 +29,7 @@ def _not_running(evidence: Evidence) -> Iterator[Answer]:
                 severity="warning",
             )
             return
+    name = evidence.spec.name if evidence.spec else "DEPLOYMENT"
     engines_up = all((h := health(leg)) is None or h.status == 200 for leg in evidence.engines)
     for leg in evidence.legs:
         found, answer = states.get(leg.name), health(leg)
@@ -53,7 +54,7 @@ def _not_running(evidence: Evidence) -> Iterator[Answer]:
                 "certain",
                 (found.excerpt,),
                 f"The leg does not run; its last start ended with: {found.detail}.",
-                f"Correct that (`pdctl logs DEPLOYMENT {leg.name}` shows all of it), then "
+                f"Correct that (`pdctl logs {name} {leg.name}` shows all of it), then "
                 "`pdctl up SPEC`.",
             )
         elif found is not None and found.phase == "dead":
@@ -62,23 +63,29 @@ def _not_running(evidence: Evidence) -> Iterator[Answer]:
                 "certain",
                 (found.excerpt,),
                 f"The leg's process has ended: {found.detail}.",
-                f"Correct what its log says (`pdctl logs DEPLOYMENT {leg.name}`), then "
+                f"Correct what its log says (`pdctl logs {name} {leg.name}`), then "
                 "`pdctl up SPEC`: it restarts what does not run.",
             )
         elif stopped and states:
             # Stopped with the leg whose start failed.
             continue
         elif answer is not None and answer.status != 200:
-            said = f"answers {answer.status}" if answer.status else f"does not ({answer.error})"
+            said = f"answers {answer.status}" if answer.status else f"no answer ({answer.error})"
             starting = found is not None and found.phase == "starting"
+            absent = found is not None and found.phase == "not started"
             yield Finding(
                 leg.name,
                 "certain",
                 (Excerpt(f"{leg.name}/health", said), *((found.excerpt,) if found else ())),
-                f"/health of the leg {said}" + ("; it is still starting." if starting else "."),
-                "Wait for it: `pdctl status DEPLOYMENT --watch`."
+                f"GET /health of the leg: {said}"
+                + ("; it is still starting." if starting else "")
+                + ("; pdctl has not started it here." if absent else "")
+                + ("." if not starting and not absent else ""),
+                f"Wait for it: `pdctl status {name} --watch`."
                 if starting
-                else f"Look at its log: `pdctl logs DEPLOYMENT {leg.name}`.",
+                else "Start it: `pdctl up SPEC`."
+                if absent
+                else f"Look at its log: `pdctl logs {name} {leg.name}`.",
                 severity="info" if starting else None,
             )
 

@@ -35,10 +35,21 @@ def without(legs: list[LegEvidence], command: str) -> Iterator[Unknown]:
     """The answer about legs on whose node a command (a regex) was not run."""
     lacking = [leg.name for leg in legs if leg.command(command) is None]
     if lacking:
-        shown = command.lstrip("^").replace("\\", "")
         yield Unknown(
-            f"{', '.join(lacking)}: no output of `{shown}`", "run `pdctl collect` on the node"
+            f"{', '.join(lacking)}: no output of `{_ASKED.get(command, command)}`",
+            "run `pdctl collect` on the node, while the leg runs",
         )
+
+
+_ASKED = {
+    "^fi_info .*efa": "fi_info -p efa",
+    "^fi_info .*FI_HMEM": "fi_info -p efa -c FI_HMEM",
+    "^ls -l /sys/class/infiniband": "ls -l /sys/class/infiniband",
+    "^ls -l /sys/bus/pci/drivers/nvidia": "ls -l /sys/bus/pci/drivers/nvidia",
+    "/limits$": "cat /proc/PID/limits",
+    r"^ldd .*libplugin_": "ldd libplugin_*.so",
+    "efa_installed_packages": "cat /opt/amazon/efa_installed_packages",
+}
 
 
 def _no_provider(evidence: Evidence) -> Iterator[Answer]:

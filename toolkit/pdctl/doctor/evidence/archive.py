@@ -24,6 +24,12 @@ _MOST_RATIO = 300
 _HEADER_BYTES = 16 << 20
 """Most bytes that headers between two files of an archive may take."""
 
+_BROKEN = (
+    tarfile.TarError, OSError, EOFError, zlib.error, ValueError, ArithmeticError, LookupError,
+    MemoryError,
+)  # fmt: skip
+"""What reading a damaged archive raises: sizes beyond any number's range are among it."""
+
 
 class Refused(Exception):
     """It is not read any further; the message says why."""
@@ -94,6 +100,19 @@ class _Plain:
         return data
 
 
+class _Member:
+    """A file in an archive; one that breaks off ends with OSError, as any file would."""
+
+    def __init__(self, stream: Stream):
+        self._stream = stream
+
+    def read(self, size: int = -1, /) -> bytes:
+        try:
+            return self._stream.read(size)
+        except (tarfile.TarError, ArithmeticError, MemoryError) as error:
+            raise OSError(str(error) or type(error).__name__) from None
+
+
 class _Utf8:
     """A text as UTF-8, whether it is that or UTF-16 with a mark (as PowerShell's ``>`` writes)."""
 
@@ -136,7 +155,7 @@ def open_tar(path: Path, gaps: list[str]) -> Iterator[Entry]:
                     source.budget = None
                     yield from _member(archive, member, gaps)
                     source.budget = _HEADER_BYTES
-        except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
+        except _BROKEN as error:
             if not count:
                 raise PdctlError(
                     f"{path}: is not a bundle ({error}); a folder or a .tar or .tar.gz file", 2
@@ -155,7 +174,7 @@ def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, gaps: list[str]) 
     if stream is None:
         gaps.append(f"{printable(member.name)[:200]}: refused, it is not a regular file")
         return
-    yield Entry(member.name, stream)
+    yield Entry(member.name, _Member(stream))
     # What was not read of it must not count as a header.
     while stream.read(1 << 20):
         pass

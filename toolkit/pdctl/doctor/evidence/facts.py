@@ -21,6 +21,8 @@ from pdctl.spec.model import Spec
 
 KEPT_HITS = 20
 """First hits and last hits of a pattern that are kept per leg; all are counted."""
+SHOWN_CHARACTERS = 300
+"""Of a longer line of a command's output or a capture, what is shown as evidence."""
 KEPT_VALUES = 1000
 """Different values of a named group that are counted per leg."""
 
@@ -188,13 +190,22 @@ class Evidence:
         them when none is named), one per line at most, with their leg."""
         compiled = re.compile(regex)
         return [
-            Found(leg.name, Excerpt(source, line.strip()), match)
+            Found(leg.name, Excerpt(source, _shown(line, match)), match)
             for leg in self.legs
             if not roles or leg.role in roles
             for source, text in _texts(leg, kinds)
             for line in text.splitlines()
             if (match := compiled.search(line))
         ]
+
+
+def _shown(line: str, match: re.Match[str]) -> str:
+    """The line, or of a long one what stands around the match."""
+    if len(line) <= SHOWN_CHARACTERS:
+        return line.strip()
+    begin = max(0, match.start() - SHOWN_CHARACTERS // 4)
+    end = min(len(line), begin + SHOWN_CHARACTERS)
+    return f"{'...' if begin else ''}{line[begin:end].strip()}{'...' if end < len(line) else ''}"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ _VERSION = re.compile(r"^\s*([A-Za-z][\w.+-]*?)\s*(?:==|@|:|=|\s)\s*(\S.*?)\s*$"
 
 
 _MOST_BRACKETS = 5_000
+_MOST_PARTS = 50_000
 
 
 def load_yaml(text: str) -> Any:
@@ -25,9 +26,25 @@ def load_yaml(text: str) -> Any:
     if text.count("[") + text.count("{") > _MOST_BRACKETS:
         raise ValueError("nested beyond reason")
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error).partition("\n")[0] or type(error).__name__) from None
+    if "*" in text and not _is_small(value):
+        raise ValueError("its aliases unfold without end")
+    return value
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value has few parts, counting what is shared each time it is met."""
+    rest, count = [value], 0
+    while rest and count < _MOST_PARTS:
+        count += 1
+        match rest.pop():
+            case dict() as mapping:
+                rest += mapping.values()
+            case list() as items:
+                rest += items
+    return not rest
 
 
 def parse_env(text: str) -> dict[str, str]:
