@@ -42,6 +42,19 @@ def warm_decode(run: MadeRun) -> None:
         row["decode_cached_tokens"] = 384
 
 
+def warm_decode_later(run: MadeRun) -> None:
+    for row in run.of("on", turn=3):
+        row["decode_cached_tokens"] = 1152
+
+
+def warm_decode_by_counters(run: MadeRun) -> None:
+    run.settings["workload"]["load"]["concurrency"] = 4
+    for row in run.rows:
+        del row["decode_cached_tokens"]
+    for block in run.blocks:
+        block["after"]["decode-0"]["local_tokens"] = 6000
+
+
 def warm_by_counters(run: MadeRun) -> None:
     run.blocks[0]["after"]["prefill-0"]["local_tokens"] = 512
 
@@ -123,7 +136,14 @@ def one_arm_shorter(run: MadeRun) -> None:
 FAULTS: list[tuple[Callable[[MadeRun], None], str, str]] = [
     (bidirectional_on_one_leg, "legs agree", "decode-0: True, prefill-0: False"),
     (warm_cache, "cold caches", "off: 4 first turns were not new to prefill (sweep: 384"),
-    (warm_decode, "cold caches", "on: 4 first turns were in decode's cache already (384"),
+    (warm_decode, "cold caches", "on: 4 turns were in decode's cache already (384"),
+    (
+        warm_decode_later,
+        "cold caches",
+        "on: 4 turns were in decode's cache already (1152 tokens of sweep turn 3, whose own turns "
+        "had left 1039)",
+    ),
+    (warm_decode_by_counters, "cold caches", "decode found 24000 tokens in its own cache, more"),
     (warm_by_counters, "cold caches", "found 512 tokens in its own prefix cache"),
     (handle_dropped, "on reads back", "nothing came back (miss x12; miss: the handle"),
     (some_handles_dropped, "on reads back", "4 of 12 later turns read less than 90%"),
@@ -155,6 +175,17 @@ def test_a_fault_makes_the_run_invalid(
     failed = {each["name"]: each["detail"] for each in report["checks"] if not each["ok"]}
     assert reason in failed[check], failed
     assert all(group["ttft_ratio"] == {} for group in report["by_length"])
+
+
+def test_what_conversations_share_on_purpose_may_be_in_a_cache(tmp_path: Path) -> None:
+    run = MadeRun()
+    run.settings["workload"] |= {"kind": "agentic", "shared_tokens": 512}
+    for row in run.rows:
+        row["decode_cached_tokens"] = 512
+    code, report = reported(run, tmp_path / "shared")
+    assert (code, report["verdict"]) == (0, "VALID"), report["problems"]
+    run.settings["workload"] |= {"kind": "sweep/grow", "shared_tokens": 0}
+    assert reported(run, tmp_path / "not")[0] == 1
 
 
 def test_two_repeats_are_too_few_for_a_ratio(tmp_path: Path) -> None:

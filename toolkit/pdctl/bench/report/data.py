@@ -7,7 +7,8 @@ from typing import Any
 
 from pd_connector.telemetry import prompt_band
 from pdctl.bench.engines import gain
-from pdctl.bench.evidence import Check, evidence, expects_readback, problems
+from pdctl.bench.evidence.check import Check, expects_readback
+from pdctl.bench.evidence.verdict import evidence, problems
 from pdctl.bench.records import Row, Run
 from pdctl.bench.report.article import FIGURES, Reported
 from pdctl.bench.stats import Estimate, Summary, median_interval, ratio, summary
