@@ -131,4 +131,4 @@ def _zipf(alpha: float, draw: random.Random) -> int:
         value = math.floor((1.0 - draw.random()) ** (-1.0 / (alpha - 1)))
         slope = (1.0 + 1.0 / value) ** (alpha - 1)
         if draw.random() * value * (slope - 1) / (power - 1) <= slope / power:
-            return value
+            return int(value)
