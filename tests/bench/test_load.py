@@ -17,28 +17,10 @@ from pdctl.bench.words import fresh_text
 from pdctl.bench.workload import Load, agentic, sweep
 from pdctl.errors import PdctlError
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
-
-@pytest.fixture(scope="module")
-def subwords(tmp_path_factory: pytest.TempPathFactory) -> LocalTokenizer:
-    """A byte-pair tokenizer, whose tokens are parts of words."""
-    tokenizers = pytest.importorskip("tokenizers")
-    folder = tmp_path_factory.mktemp("model")
-    made: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([fresh_text(str(n), 4000) for n in range(4)], trainer)
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return LocalTokenizer(folder)
+@pytest.fixture
+def subwords(subword_folder: Path) -> LocalTokenizer:
+    return LocalTokenizer(subword_folder)
 
 
 @pytest.mark.parametrize("target", [70, 71, 72, 500, 1023, 2048])

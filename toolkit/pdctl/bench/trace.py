@@ -17,6 +17,8 @@ from pdctl.errors import PdctlError
 CHARACTERS_PER_TOKEN = 4
 """Rough size of the answer to ask for, from the file's answer."""
 MOST_ANSWER_TOKENS = 1024
+OPENING_TOKENS = 16
+"""Of the line of its own that every conversation begins with."""
 
 
 def trace(file: Path, answer_tokens: int | None, seed: str, load: Load) -> Workload:
@@ -56,7 +58,7 @@ def _conversation(file: Path, entry: Any, place: int, answer_tokens: int | None)
         raise PdctlError(f"{where}: has no list 'messages'", 2)
     turns: list[TurnPlan] = []
     # A line of its own at the beginning: equal files meet no warm cache.
-    parts: list[Part] = [Part("system", tokens=16)]
+    parts: list[Part] = [Part("system", tokens=OPENING_TOKENS)]
     for number, message in enumerate(entry["messages"], 1):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise PdctlError(f"{where}: message {number} has no text as 'content'", 2)

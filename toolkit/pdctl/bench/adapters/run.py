@@ -67,7 +67,8 @@ def run_foreign(asked: Foreign, out: RunFolder, say: Say) -> None:
     if done.returncode:
         raise PdctlError(f"{asked.client} ended with {done.returncode}; its output: {log}")
     found: list[Row] = read(work, asked.arm)
-    if not found:
+    measured = [row for row in found if not row.warmup]
+    if not measured:
         raise PdctlError(f"{asked.client} reported no request; its output: {log}")
     for row in found:
         out.add_row(row)
@@ -76,7 +77,11 @@ def run_foreign(asked: Foreign, out: RunFolder, say: Say) -> None:
         settings
         | {
             "state": "complete",
-            "workload": settings["workload"] | {"turns": len(found)},
+            "workload": settings["workload"]
+            | {
+                "turns": len(measured),
+                "conversations": len({row.conversation for row in measured}),
+            },
             "router_outcomes": {
                 name: after[name] - before.get(name, 0)
                 for name in after
