@@ -218,6 +218,38 @@ def test_the_export_of_aiperf_becomes_rows(
     assert (missing.code, len(missing.lines)) == (2, 2)
 
 
+def test_an_interrupted_client_leaves_no_process(served: Router, tmp_path: Path) -> None:
+    """Another client's processes end with it, and the run says what became of it."""
+    program, pids = tmp_path / "client", tmp_path / "pids"
+    program.write_text(
+        f"#!/bin/bash\nsleep 600 & echo $! > {pids}.new; mv {pids}.new {pids}\nwait\n"
+    )
+    program.chmod(0o755)
+    words = ["bench", "--client", "aiperf", "--url", served.url, "-o", str(tmp_path / "run")]
+    bench = subprocess.Popen(
+        [Path(sys.executable).with_name("pdctl"), *words, "--program", str(program)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until("the client's child", pids.exists)
+    bench.send_signal(signal.SIGTERM)
+    _, complaints = bench.communicate(timeout=60)
+    assert (bench.returncode, complaints.splitlines()[-1]) == (130, "interrupted")
+    assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "interrupted"
+    child = Path(f"/proc/{pids.read_text().strip()}/status")
+    until("its end", lambda: not child.exists() or "State:\tZ" in child.read_text())
+
+
+def test_a_client_that_fails_is_told_with_its_output(served: Router, tmp_path: Path) -> None:
+    words = ("bench", "--client", "aiperf", "--url", served.url, "-o", tmp_path / "run")
+    ended = pdctl(*words, "--program", "/bin/false")
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1].endswith(
+        "its output: " + str(tmp_path / "run/aiperf/output.log")
+    )
+    assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "failed"
+
+
 def test_aiperf_replays_a_trace_that_begins_anew(
     served: Router, fake_aiperf: Path, subword_folder: Path, tmp_path: Path
 ) -> None:
