@@ -66,6 +66,12 @@ def handle_dropped(run: MadeRun) -> None:
         block["after"]["prefill-0"] |= {"external_tokens": 0, "nixl_bytes": 0}
 
 
+def conversation_not_named(run: MadeRun) -> None:
+    handle_dropped(run)
+    for row in run.rows:
+        del row["outcome"]
+
+
 def some_handles_dropped(run: MadeRun) -> None:
     for row in run.of("on", turn=3):
         missing = row["tokens_read"]
@@ -146,6 +152,11 @@ FAULTS: list[tuple[Callable[[MadeRun], None], str, str]] = [
     (warm_decode_by_counters, "cold caches", "decode found 24000 tokens in its own cache, more"),
     (warm_by_counters, "cold caches", "found 512 tokens in its own prefix cache"),
     (handle_dropped, "on reads back", "nothing came back (miss x12; miss: the handle"),
+    (
+        conversation_not_named,
+        "on reads back",
+        "(no outcome told x12; no outcome told: the router was not told which conversation",
+    ),
     (some_handles_dropped, "on reads back", "4 of 12 later turns read less than 90%"),
     (different_lengths, "equal load", "turn 3 has (2048, 16) prompt and answer tokens in off"),
     (different_answers, "equal load", "(1024, 8) in on"),

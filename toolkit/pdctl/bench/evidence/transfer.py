@@ -96,9 +96,15 @@ def appended(run: Run, arm: dict[str, Any]) -> Check:
     return Check(name, True, f"{len(known)} later turns, none of which prefill saw")
 
 
+_NOT_TOLD = "no outcome told"
+_MEANING = {
+    Outcome.MISS.value: "the handle was not kept, not sent or already used",
+    _NOT_TOLD: "the router was not told which conversation a turn is of, or is another than pdctl's",
+}
+
+
 def _outcomes(rows: Any) -> str:
-    counted = Counter(row.outcome or "no outcome told" for row in rows)
+    counted = Counter(row.outcome or _NOT_TOLD for row in rows)
     said = ", ".join(f"{outcome} x{times}" for outcome, times in counted.most_common())
-    if counted.get(Outcome.MISS.value):
-        said += "; miss: the handle was not kept, not sent or already used"
-    return said or "no turns"
+    meant = [f"; {name}: {meaning}" for name, meaning in _MEANING.items() if counted.get(name)]
+    return said + "".join(meant) or "no turns"
