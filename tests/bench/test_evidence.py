@@ -155,7 +155,7 @@ FAULTS: list[tuple[Callable[[MadeRun], None], str, str]] = [
     (
         conversation_not_named,
         "on reads back",
-        "(no outcome told x12; no outcome told: the router was not told which conversation",
+        "(no outcome told x12; no outcome told: the turns named no conversation",
     ),
     (some_handles_dropped, "on reads back", "4 of 12 later turns read less than 90%"),
     (different_lengths, "equal load", "turn 3 has (2048, 16) prompt and answer tokens in off"),

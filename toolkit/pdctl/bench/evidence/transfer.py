@@ -99,7 +99,7 @@ def appended(run: Run, arm: dict[str, Any]) -> Check:
 _NOT_TOLD = "no outcome told"
 _MEANING = {
     Outcome.MISS.value: "the handle was not kept, not sent or already used",
-    _NOT_TOLD: "the router was not told which conversation a turn is of, or is another than pdctl's",
+    _NOT_TOLD: "the turns named no conversation, or the router is not pdctl's",
 }
 
 
