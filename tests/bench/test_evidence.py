@@ -72,6 +72,12 @@ def conversation_not_named(run: MadeRun) -> None:
         del row["outcome"]
 
 
+def turns_appended(run: MadeRun) -> None:
+    conversation_not_named(run)
+    for row in run.of("on"):
+        row["route"] = "append" if row["turn"] > 1 else "recompute"
+
+
 def some_handles_dropped(run: MadeRun) -> None:
     for row in run.of("on", turn=3):
         missing = row["tokens_read"]
@@ -157,10 +163,11 @@ FAULTS: list[tuple[Callable[[MadeRun], None], str, str]] = [
         "on reads back",
         "(no outcome told x12; no outcome told: the turns named no conversation",
     ),
+    (turns_appended, "on reads back", "(append x12; append: decode computed the turns alone"),
     (some_handles_dropped, "on reads back", "4 of 12 later turns read less than 90%"),
     (different_lengths, "equal load", "turn 3 has (2048, 16) prompt and answer tokens in off"),
     (different_answers, "equal load", "(1024, 8) in on"),
-    (different_offer, "equal load", "were offered different loads"),
+    (different_offer, "equal load", "were offered different loads: concurrency 1 / 4"),
     (turns_missing, "equal load", "4 turns of off and on have no match"),
     (off_reads, "off reads nothing back", "12000 tokens from decode in 12 reads"),
     (served_beside, "on reads back", "something else was served beside the run"),
@@ -231,6 +238,21 @@ def test_runs_of_one_arm_each_are_compared(tmp_path: Path) -> None:
     assert (alone.code, json.loads(alone.out)["verdict"]) == (0, "NO COMPARISON")
     twice = pdctl("report", tmp_path / "on", tmp_path / "on")
     assert (twice.code, len(twice.lines)) == (2, 1)
+
+
+def test_runs_side_by_side_keep_what_each_shared_on_purpose(tmp_path: Path) -> None:
+    for arm, shared in (("off", 512), ("on", 0)):
+        run = MadeRun()
+        run.settings["arms"] = [each for each in run.settings["arms"] if each["name"] == arm]
+        run.settings["workload"]["shared_tokens"] = shared
+        run.rows = run.of(arm)
+        run.blocks = [block for block in run.blocks if block["arm"] == arm]
+        for row in run.rows:
+            row["decode_cached_tokens"] = shared
+        run.write(tmp_path / arm)
+    ended = pdctl("report", tmp_path / "on", tmp_path / "off", "-o", "json")
+    failed = [each["name"] for each in json.loads(ended.out)["checks"] if not each["ok"]]
+    assert failed == ["equal load"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 7}'])

@@ -40,7 +40,8 @@ def _warm(run: Run, arm: str) -> str | None:
 
 def _limits(run: Run, arm: str) -> list[tuple[Row, int]]:
     """Every turn, with the tokens that it may find in a cache."""
-    shared = int(run.settings["workload"].get("shared_tokens") or 0)
+    offered = run.arm(arm).get("offered") or run.settings["workload"]
+    shared = int(offered.get("shared_tokens") or 0)
     return [
         (row, held if row.turn > 1 else TEMPLATE_TOKENS + shared) for row, held in history(run, arm)
     ]

@@ -26,9 +26,8 @@ def complete(run: Run) -> Check:
 def equal_load(run: Run) -> Check:
     """The same prompts of the same lengths, answered at the same length, offered alike."""
     name = "equal load"
-    loads = {str(arm["offered"]) for arm in run.arms if "offered" in arm}
-    if len(loads) > 1:
-        return Check(name, False, f"the arms were offered different loads: {' / '.join(loads)}")
+    if differing := _offered_differently([arm["offered"] for arm in run.arms if "offered" in arm]):
+        return Check(name, False, f"the arms were offered different loads: {differing}")
     shapes: dict[str, dict[Any, tuple[int | None, int | None]]] = {}
     for arm in run.arms:
         shapes[arm["name"]] = {
@@ -53,6 +52,12 @@ def equal_load(run: Run) -> Check:
                 )
     turns = len(first[1])
     return Check(name, True, f"{turns} turns in every arm, of equal prompt and answer lengths")
+
+
+def _offered_differently(loads: list[dict[str, Any]]) -> str:
+    """Every part of the loads that is not equal, such as ``concurrency 1 / 4``."""
+    values = {key: [str(load.get(key)) for load in loads] for load in loads for key in load}
+    return ", ".join(f"{key} {' / '.join(of)}" for key, of in values.items() if len(set(of)) > 1)
 
 
 def legs_agree(run: Run) -> Check:

@@ -3,10 +3,10 @@
 from collections import Counter
 from typing import Any
 
-from pd_connector.contract import Outcome
+from pd_connector.contract import Outcome, Route
 from pdctl.bench import engines
 from pdctl.bench.evidence.check import LEAST_SHARE, Check, later_turns, totals
-from pdctl.bench.records import Run
+from pdctl.bench.records import Row, Run
 
 COUNTER_TOLERANCE = 0.02
 
@@ -99,12 +99,18 @@ def appended(run: Run, arm: dict[str, Any]) -> Check:
 _NOT_TOLD = "no outcome told"
 _MEANING = {
     Outcome.MISS.value: "the handle was not kept, not sent or already used",
+    Route.APPEND.value: "decode computed the turns alone",
     _NOT_TOLD: "the turns named no conversation, or the router is not pdctl's",
 }
 
 
+def _became(row: Row) -> str:
+    # What an appended turn found is known only when its answer ends.
+    return row.outcome or (row.route if row.route == Route.APPEND.value else None) or _NOT_TOLD
+
+
 def _outcomes(rows: Any) -> str:
-    counted = Counter(row.outcome or _NOT_TOLD for row in rows)
+    counted = Counter(_became(row) for row in rows)
     said = ", ".join(f"{outcome} x{times}" for outcome, times in counted.most_common())
     meant = [f"; {name}: {meaning}" for name, meaning in _MEANING.items() if counted.get(name)]
     return said + "".join(meant) or "no turns"
