@@ -1,10 +1,11 @@
 """What a run found, in numbers. Pure; every way of showing it starts here."""
 
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pd_connector.telemetry import prompt_band
+from pd_connector.telemetry import PROMPT_BANDS
 from pdctl.bench.engines import gain
 from pdctl.bench.evidence.check import expects_readback
 from pdctl.bench.evidence.verdict import evidence, problems
@@ -59,7 +60,8 @@ def _length_key(row: Row) -> tuple[str, int]:
     if row.target_tokens:
         return f"{row.target_tokens:,}", row.target_tokens
     tokens = row.prompt_tokens or 0
-    return prompt_band(tokens), tokens
+    bound = next((bound for bound in PROMPT_BANDS if tokens <= bound), None)
+    return (f"up to {bound:,}" if bound else f"above {PROMPT_BANDS[-1]:,}"), tokens
 
 
 def _groups(
@@ -70,11 +72,12 @@ def _groups(
     valid: bool,
 ) -> list[Group]:
     grouped: dict[str, list[Row]] = {}
-    places: dict[str, int] = {}
+    found: dict[str, list[int]] = {}
     for row in rows:
         label, place = key(row)
         grouped.setdefault(label, []).append(row)
-        places[label] = min(place, places.get(label, place))
+        found.setdefault(label, []).append(place)
+    places = {label: round(statistics.median(each)) for label, each in found.items()}
     return [
         _group(label, places[label], grouped[label], arms, base, valid)
         for label in sorted(grouped, key=lambda label: places[label])
