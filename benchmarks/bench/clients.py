@@ -2,37 +2,50 @@
 
 Both send the same conversations, one at a time, to a router that runs; they take turns, and each
 round has new conversations. Beside each client's own times stands what the router measured of the
-same requests, so that a difference can be told: in the clients, or in what they were served.
+same requests, so that it can be told where a difference is: in the clients' clocks, or in what they
+were served.
 
-usage: python benchmarks/bench/clients.py --url http://127.0.0.1:8000 --tokenizer FOLDER
-           --aiperf PROGRAM [--rounds N] [--conversations N] [--turns N] [-o FOLDER]
+usage: python benchmarks/bench/clients.py --url http://127.0.0.1:8000 --router-log FILE
+           --tokenizer FOLDER --aiperf PROGRAM [--rounds N] [--conversations N] [--turns N] [-o OUT]
 """
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-
-from pd_connector import telemetry
 from pdctl.bench.records import Row, load_run
 from pdctl.bench.stats import ratio
 from pdctl.bench.words import fresh_text
 
 CLIENTS = ("aiperf", "http")
 AGREEMENT = 0.05
+LINE = re.compile(r" ttft_ms=([0-9.]+) prompt_tokens=([0-9]+) ")
 PDCTL = Path(sys.executable).with_name("pdctl")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A measured turn, and the router's time to first token of it in ms."""
+
+    row: Row
+    served_ms: float
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.row.ttft_ms or 0.0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", required=True, help="of the router")
+    parser.add_argument("--router-log", type=Path, required=True, help="what it writes")
     parser.add_argument("--tokenizer", type=Path, required=True, help="the model's folder")
     parser.add_argument("--aiperf", required=True, help="its program")
     parser.add_argument("--rounds", type=int, default=3)
@@ -43,20 +56,16 @@ def main() -> int:
     parser.add_argument("-o", "--out", type=Path, help="folder for the runs")
     given = parser.parse_args()
     out = given.out or Path(tempfile.mkdtemp(prefix="clients-"))
-    rows: dict[str, list[Row]] = {client: [] for client in CLIENTS}
-    means: dict[str, list[tuple[float, float]]] = {client: [] for client in CLIENTS}
+    turns: dict[str, list[Turn]] = {client: [] for client in CLIENTS}
     for number in range(given.rounds):
         for client in CLIENTS if number % 2 == 0 else reversed(CLIENTS):
             folder = out / f"{number}-{client}"
-            before = router_ttft(given.url)
+            before = given.router_log.stat().st_size
             run(given, client, folder)
-            after = router_ttft(given.url)
-            found = [row for row in load_run(folder).rows if row.ttft_ms is not None]
-            rows[client] += [row for row in found if not row.warmup]
-            served = (after[0] - before[0]) * 1000 / (after[1] - before[1])
-            means[client].append((statistics.fmean(row.ttft_ms or 0 for row in found), served))
+            found = beside_the_router(load_run(folder).rows, given.router_log, before)
+            turns[client] += [turn for turn in found if not turn.row.warmup]
             print(f"{folder.name}: {len(found)} turns", file=sys.stderr)
-    return tell(rows, means)
+    return tell(turns)
 
 
 def run(given: argparse.Namespace, client: str, folder: Path) -> None:
@@ -95,40 +104,37 @@ def conversations(given: argparse.Namespace) -> list[dict[str, object]]:
     ]
 
 
-def router_ttft(url: str) -> tuple[float, float]:
-    """Sum in seconds, and number, of the first tokens that the router has passed on."""
-    text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
-    found = {"_sum": 0.0, "_count": 0.0}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            ending = sample.name.removeprefix(telemetry.ROUTER_TTFT.name)
-            if sample.name.startswith(telemetry.ROUTER_TTFT.name) and ending in found:
-                found[ending] += sample.value
-    return found["_sum"], found["_count"]
+def beside_the_router(rows: list[Row], log: Path, begin: int) -> list[Turn]:
+    """Each turn with the router's line of it: they came one after the other."""
+    with log.open("rb") as stream:
+        stream.seek(begin)
+        lines = LINE.findall(stream.read().decode(errors="replace"))
+    ordered = sorted(rows, key=lambda row: row.started_at)
+    if [row.prompt_tokens for row in ordered] != [int(tokens) for _, tokens in lines]:
+        raise SystemExit(f"{log}: its turns are not the ones that were sent")
+    return [Turn(row, float(ms)) for row, (ms, _) in zip(ordered, lines, strict=True)]
 
 
-def tell(rows: dict[str, list[Row]], means: dict[str, list[tuple[float, float]]]) -> int:
-    """Print the comparison; 1 when a later turn's medians are further apart than they may be."""
-    print(f"{'turn':>4} {'prompt':>13} {'n':>7} {'AIPerf ms':>10} {'pdctl ms':>9}  ratio (95 %)")
-    apart = False
-    for turn in sorted({row.turn for row in rows["http"]}):
-        both = [[row for row in rows[client] if row.turn == turn] for client in CLIENTS]
-        prompts = ["/".join(sorted({str(row.prompt_tokens) for row in each})) for each in both]
-        ttft = [[row.ttft_ms or 0.0 for row in each] for each in both]
-        told = ratio(*ttft, f"turn {turn}")
-        medians = [statistics.median(each) for each in ttft]
-        said = "" if told is None else f"{told.value:.3f} ({told.low:.3f} to {told.high:.3f})"
-        print(
-            f"{turn:>4} {' '.join(dict.fromkeys(prompts)):>13} {len(ttft[0]):>3}/{len(ttft[1])} "
-            f"{medians[0]:>10.1f} {medians[1]:>9.1f}  {said}"
-        )
-        apart = apart or abs(medians[0] / medians[1] - 1) > AGREEMENT
+def tell(turns: dict[str, list[Turn]]) -> int:
+    """Print the comparison; 1 when a client's clock and the router's are further apart on the same
+    requests than they may be."""
+    print(f"{'turn':>4} {'prompt':>7} {'n':>3}", end="")
     for client in CLIENTS:
-        seen, served = (statistics.fmean(values) for values in zip(*means[client], strict=True))
-        print(
-            f"{client}: mean TTFT {seen:.1f} ms at the client, {served:.1f} ms at the router: "
-            f"{seen - served:.1f} ms ({seen / served - 1:.1%}) between them"
-        )
+        print(f" {client + ' ms':>10} {'router ms':>10} {'ratio':>6}", end="")
+    print("  aiperf / http (95 %)")
+    apart = False
+    for number in sorted({turn.row.turn for turn in turns["http"]}):
+        both = [[turn for turn in turns[client] if turn.row.turn == number] for client in CLIENTS]
+        prompts = {turn.row.prompt_tokens for each in both for turn in each}
+        print(f"{number:>4} {'/'.join(map(str, prompts)):>7} {len(both[0]):>3}", end="")
+        for each in both:
+            share = statistics.median(turn.ttft_ms / turn.served_ms for turn in each)
+            apart = apart or abs(share - 1) > AGREEMENT
+            seen = statistics.median(turn.ttft_ms for turn in each)
+            served = statistics.median(turn.served_ms for turn in each)
+            print(f" {seen:>10.1f} {served:>10.1f} {share:>6.3f}", end="")
+        told = ratio(*[[turn.ttft_ms for turn in each] for each in both], f"turn {number}")
+        print("" if told is None else f"  {told.value:.3f} ({told.low:.3f} to {told.high:.3f})")
     return int(apart)
 
 
