@@ -75,7 +75,11 @@ def command(
         )
         _measure(what, run_folder, _reads(reads), repeats, timeout)
     advice = advise(load_run(run_folder), think_times, turns_per_second)
-    written = _write(spec_file, output, advice) if spec_file.is_file() else None
+    written = None
+    if spec_file.is_file():
+        # Not what it was measured with, which lets even the smallest read happen.
+        advice = dataclasses.replace(advice, now=about_spec(read_spec(spec_file))["about"])
+        written = _write(spec_file, output, advice)
     if as_json:
         print_json(
             dataclasses.asdict(advice) | {"run": str(run_folder), "spec": str(written or "")}
