@@ -27,6 +27,8 @@ from tests.e2e.conftest import CANARY, PDCTL, Deployment
 from pd_connector import contract
 from pdctl.conversation import user_text
 
+from .legcpu import cpu_seconds
+
 BPE = CANARY.with_name("canary-bpe")
 DECODE_TTL = 20
 HANGS = 30.0
@@ -284,6 +286,24 @@ def stream_without_handle(deployment: Deployment) -> str:
     return "carries a handle" if carries else "carries no handle"
 
 
+def idle_with_a_kept_turn(deployment: Deployment) -> str:
+    """CPU of a decode leg that has nothing to do, with and without a turn that it keeps."""
+    leader = deployment.status()["decode-0"]["pid"]
+    time.sleep(DECODE_TTL + 2)
+    without = used_cores(leader)
+    finished(deployment, f"idle {time.monotonic()}")
+    kept = used_cores(leader)
+    return f"{kept:.2f} of a core, {without:.2f} without a turn"
+
+
+def used_cores(leader: int, seconds: float = 5) -> float:
+    """Cores that a leg's session uses, once its worker has stopped spinning after a step."""
+    time.sleep(2)
+    before = cpu_seconds(leader)
+    time.sleep(seconds)
+    return (cpu_seconds(leader) - before) / seconds
+
+
 def handle_to_the_unwilling(deployment: Deployment) -> str:
     return with_handle(deployment, *finished(deployment, "unwilling"))
 
@@ -349,6 +369,7 @@ STAGES: list[tuple[dict[str, Any], list[Row]]] = [
             ("handle with block ids out of range", out_of_range),
             ("streamed answer of decode", stream_without_handle),
             ('{"foo": 1} to decode', unfreed),
+            ("idle decode that keeps a turn", idle_with_a_kept_turn),
             ("unknown rank on decode's side channel", garbage_on_side_channel),
             ("do_remote_prefill without blocks to decode", payload("decode", READS), "decode"),
             ('remote_num_tokens "boom" to prefill', payload("prefill", BOOM), "prefill"),
@@ -383,7 +404,14 @@ STAGES: list[tuple[dict[str, Any], list[Row]]] = [
     ),
     (
         {"leg": "prefill", "script": {'_kv_xfer":true': '_kv_xfer":false'}},
-        [("handle to a prefill with bidirectional off", handle_to_the_unwilling)],
+        [
+            ("handle to a prefill with bidirectional off", handle_to_the_unwilling),
+            (
+                'remote_num_tokens "boom" to that prefill',
+                payload("prefill", BOOM),
+                "prefill",
+            ),
+        ],
     ),
 ]
 """What is changed for them, and the faults in their order."""
