@@ -271,8 +271,8 @@ def test_counters_are_there_before_their_first_event(
 ) -> None:
     url = getattr(deployment, f"{leg}_url")
     shown = deployment.client.get(f"{url}/metrics").text
-    for metric in (*metrics, telemetry.ENGINE_REFUSED, telemetry.ENGINE_REJECTED):
-        (label,), (values,) = metric.labels, metric.values
+    for each in (*metrics, telemetry.ENGINE_REFUSED, telemetry.ENGINE_REJECTED):
+        (label,), (values,) = each.labels, each.values
         for value in values:
-            assert f'{metric.name}{{{label}="{value}"}}' in shown
+            assert f'{each.name}{{{label}="{value}"}}' in shown
     assert f"{telemetry.ENGINE_SPANS_DROPPED.name} 0.0" in shown
