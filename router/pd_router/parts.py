@@ -16,6 +16,7 @@ from pd_router.legs import Leg, Legs
 from pd_router.lifetime import Deadlines
 from pd_router.metrics import Metrics
 from pd_router.pairs import Pairs, RepeatBudget
+from pd_router.reasons import PREFILL_FAULTS, REFUSALS, ROUTE_REASONS
 from pd_router.releases import Releases
 from pd_router.routes import Chooser
 from pd_router.settings import Settings
@@ -151,6 +152,13 @@ def start_counting(router: Router) -> None:
     metrics, legs = router.metrics, router.legs
     for leg in legs.prefill:
         metrics.handles_sent.labels(leg.name)
+        for fault in PREFILL_FAULTS:
+            metrics.prefill_retries.labels(leg.name, fault)
+    for route, reasons in ROUTE_REASONS.items():
+        for reason in reasons:
+            metrics.routes.labels(route.value, reason)
+    for refusal in REFUSALS:
+        metrics.handles_refused.labels(refusal)
     for leg in legs:
         metrics.leg_restarts.labels(leg.name)
     for reason in ("expired", "evicted", "replaced", "released", "leg_restarted", "leg_down"):
