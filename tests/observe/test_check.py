@@ -10,6 +10,8 @@ from pdctl.observe.alerts import ALERTS
 from pdctl.observe.boards import BOARDS
 from tests.cli import pdctl
 from tests.observe.conftest import Watched
+from tests.observe.exemplars import bucket_traces
+from tests.observe.fake_legs import TRACE_ID
 
 QUERIES = sum(len(panel.queries) for board in BOARDS for panel in board.panels)
 
@@ -78,13 +80,7 @@ def test_a_leg_is_no_prometheus(watched: Watched) -> None:
 
 def test_exemplars_reach_prometheus(watched: Watched) -> None:
     """A slow bucket leads to its trace."""
-    found = watched.prometheus.exemplars(f"{telemetry.ROUTER_TTFT.name}_bucket", 0, 4e9)
-    ids = {
-        exemplar["labels"][telemetry.EXEMPLAR_TRACE_ID]
-        for series in found
-        for exemplar in series["exemplars"]
-    }
-    assert len(ids) == 1
+    assert bucket_traces(watched.prometheus) == {TRACE_ID}
 
 
 def test_prometheus_serves_the_playbooks(watched: Watched) -> None:
