@@ -191,7 +191,7 @@ def _gauges(router: Router) -> None:
     add(
         telemetry.ROUTER_PAIR_UP,
         lambda: [
-            ((prefill.name, decode.name), float(router.pairs.up(prefill.name, decode.name)))
+            ((prefill.name, decode.name), float(router.pairs.works(prefill.name, decode.name)))
             for prefill in legs.prefill
             for decode in legs.decode
         ],
