@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from pd_connector import contract, telemetry
-from pdctl.observe.alerts import ALERTS, EXPECTED, Settings, rules
+from pdctl.observe.alerts import ALERTS, rules
+from pdctl.observe.conditions import EXPECTED, Settings
 from tests.programs import program
 
 D = 'deployment="d"'

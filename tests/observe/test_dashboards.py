@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from pd_connector import contract, telemetry
-from pdctl.observe.alerts import ALERTS, EXPECTED
+from pdctl.observe.alerts import ALERTS
 from pdctl.observe.boards import BOARDS
 from pdctl.observe.check import selectors
+from pdctl.observe.conditions import EXPECTED
 from pdctl.observe.panel import VARIABLES, Panel
 from tests.cli import pdctl
 
@@ -93,7 +94,7 @@ def test_no_literal_hosts_or_deployments(path: Path) -> None:
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 def test_an_alert_names_what_there_is(alert: Any) -> None:
-    from pdctl.observe.alerts import Settings  # noqa: PLC0415
+    from pdctl.observe.conditions import Settings  # noqa: PLC0415
 
     found = selectors(alert.expr(Settings()))
     assert found

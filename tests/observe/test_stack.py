@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from pd_connector.contract import Outcome
-from pdctl.observe.alerts import ALERTS, EXPECTED
+from pdctl.observe.alerts import ALERTS
 from pdctl.observe.boards import BOARDS
+from pdctl.observe.conditions import EXPECTED
 from pdctl.runbook import playbooks
 from tests.cli import pdctl
 from tests.observe.conftest import REFERENCE, quick_spec

@@ -9,9 +9,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from pdctl.observe import svg
-from pdctl.observe.alerts import JOB, playbook_url, slug_of
+from pdctl.observe.alerts import playbook_url, slug_of
 from pdctl.observe.boards import BOARDS
 from pdctl.observe.check import reason
+from pdctl.observe.conditions import JOB
 from pdctl.observe.panel import Board, Panel, Query, Scope, fill
 from pdctl.observe.prometheus import Prometheus, Series
 from pdctl.observe.promql import span

@@ -9,7 +9,8 @@ import yaml
 
 from pd_connector import telemetry
 from pd_connector.contract import Outcome
-from pdctl.observe.alerts import JOB, Settings, rules
+from pdctl.observe.alerts import rules
+from pdctl.observe.conditions import JOB, Settings
 from pdctl.observe.playbooks import pages
 from pdctl.observe.promql import span
 from pdctl.plan import Deployment

@@ -17,7 +17,7 @@ from pd_connector.telemetry import (
     ROUTER_SPANS_DROPPED,
     ROUTER_STRIPPED,
 )
-from pdctl.observe.alerts import JOB
+from pdctl.observe.conditions import JOB
 from pdctl.observe.panel import ENGINE, RATE_INTERVAL, ROUTER, ROUTER_LEG, Board, Panel, Query, Row
 from pdctl.observe.promql import quantile, rate, select, total
 
