@@ -11,6 +11,7 @@ import yaml
 from pd_connector import contract, telemetry
 from pdctl.observe.alerts import ALERTS, rules
 from pdctl.observe.conditions import EXPECTED, Settings
+from pdctl.observe.grafana_rules import rule_group
 from tests.programs import program
 
 D = 'deployment="d"'
@@ -18,6 +19,7 @@ ROUTER = f'{D},instance="r:1",job="pdctl"'
 PREFILL = f'{D},leg="prefill-0",role="prefill",instance="p:1",job="pdctl"'
 DECODE = f'{D},leg="decode-0",role="decode",instance="c:1",job="pdctl"'
 SPEC = {"deployment": "d", "bidirectional": "on", "provider": "efa", "connector": "pdctl"}
+OTHER = {"deployment": "other", "provider": "efa", "connector": "pdctl"}
 MINUTES = 60
 
 TURNS = telemetry.ROUTER_TURNS.name
@@ -208,7 +210,29 @@ def test_no_objective_no_expectation_no_false_alarm(tmp_path: Path) -> None:
             f"up{{{DECODE}}}": steady(1),
         },
         [{"alertname": alert.name, "exp_alerts": []} for alert in ALERTS],
-        expected={"deployment": "other", "provider": "efa", "connector": "pdctl"},
+        rules(Settings(expected=OTHER)),
+    )
+
+
+@pytest.mark.parametrize("deployment", ["d", "e"])
+@pytest.mark.parametrize("name", [alert.name for alert in ALERTS])
+def test_grafana_s_conditions_are_of_one_deployment(
+    name: str, deployment: str, tmp_path: Path
+) -> None:
+    """Without the recorded expectation, and over the series of their own deployment alone."""
+    settings = Settings(expected=SPEC | {"deployment": deployment})
+    group = rule_group(settings, deployment, "prometheus")
+    alerts = [
+        {"alert": rule["title"].split()[0], "expr": rule["data"][0]["model"]["expr"]}
+        for rule in group.rules
+    ]
+    broken = BROKEN[name]
+    fires = [{"exp_labels": broken.labels}] if deployment == "d" else []
+    promtool(
+        tmp_path,
+        {**HEALTHY, **broken.series},
+        [{"alertname": name, "exp_alerts": fires}],
+        {"groups": [{"name": "grafana", "rules": alerts}]},
     )
 
 
@@ -216,11 +240,11 @@ def promtool(
     folder: Path,
     series: dict[str, str | None],
     wanted: list[dict[str, Any]],
-    expected: dict[str, str] = SPEC,
+    rule_file: dict[str, Any] | None = None,
 ) -> None:
     """Run the rules over an hour of the series; what fires at its end must be what is wanted."""
-    settings = Settings(expected=expected)
-    (folder / "rules.yml").write_text(yaml.safe_dump(rules(settings)))
+    rule_file = rule_file or rules(Settings(expected=SPEC))
+    (folder / "rules.yml").write_text(yaml.safe_dump(rule_file))
     values = [{"series": name, "values": text} for name, text in series.items() if text is not None]
     assert not any(each["series"].startswith(EXPECTED) for each in values)
     test = {

@@ -1,6 +1,6 @@
 """The alert rules: one table, rendered for a deployment."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ class Alert:
         holds: for how many short windows the condition must hold.
         slug: its playbook page is ``PD####-SLUG.md``.
         expr: the condition, for given settings.
+        applies: whether a deployment of which this is expected can have the alert at all.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Alert:
     expr: Callable[[Settings], str]
     slug: str
     holds: float = 1.0
+    applies: Callable[[Mapping[str, str]], bool] = lambda expected: True
 
     def rule(self, settings: Settings) -> dict[str, Any]:
         """As Prometheus reads it."""
@@ -62,7 +64,7 @@ def playbook_url(base: str, slug: str) -> str:
 def rules(settings: Settings) -> dict[str, Any]:
     """A Prometheus rule file: the alerts, and what the deployment is expected to be."""
     groups: list[dict[str, Any]] = []
-    interval = span(min(settings.window / 5, 30.0))
+    interval = span(settings.interval)
     if settings.expected is not None:
         record = {"record": EXPECTED, "expr": "vector(1)", "labels": settings.expected}
         groups.append({"name": "pdctl-expected", "interval": interval, "rules": [record]})
@@ -120,6 +122,7 @@ def _alerts() -> Iterator[Alert]:
         "'{{ $labels.provider }}', not over the one that the spec names",
         other_provider,
         "provider-fallback",
+        applies=lambda expected: bool(expected.get("provider")),
     )
     yield Alert(
         "PdBidirectionalDisagree",
@@ -199,6 +202,7 @@ def _alerts() -> Iterator[Alert]:
         "is not at work there",
         silent_connector,
         "connector-silent",
+        applies=lambda expected: expected.get("connector") == "pdctl",
     )
 
 

@@ -51,6 +51,11 @@ class Settings:
     def long(self) -> str:
         return span(self.window * 12)
 
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks at a condition."""
+        return min(self.window / 5, 30.0)
+
     def expectation(self, matcher: str = "") -> str:
         """What the spec says, as a vector: recorded by Prometheus, or in the condition itself.
 
