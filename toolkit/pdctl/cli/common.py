@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from pdctl.errors import PdctlError
-from pdctl.plan import Deployment, plan
+from pdctl.legs import Deployment
+from pdctl.plan import plan
 from pdctl.spec import Loaded, SpecError, load
 from pdctl.spec.model import NAME
 
