@@ -67,6 +67,22 @@ def test_a_conversation_s_id_only_where_it_is_asked_for(
     assert attributes(turns(receiver)[0])[telemetry.GEN_AI_CONVERSATION.name] == "c1"
 
 
+def test_a_late_turn_tells_how_late(start_router: StartRouter, receiver: OtlpReceiver) -> None:
+    router = start_router(otlp_endpoint=receiver.grpc_url, handle_ttl=0.5)
+    chat = Chat(router, "c1")
+    chat.say("Hello")
+    wait_for(lambda: router.metric("pd_router_handles_held") == 0, "the handle is too old")
+    assert chat.say("Again").outcome == "expired"
+
+    def claims() -> list[Any]:
+        return [each for each in receiver.spans() if each.name == telemetry.SPAN_CLAIM.name]
+
+    wait_for(lambda: len(claims()) == 2, "both are told")
+    ages = [attributes(each).get(telemetry.HANDLE_AGE.name) for each in claims()]
+    assert ages[0] is None
+    assert ages[1] >= 0.5
+
+
 def exemplars(router: Router) -> dict[str, set[str]]:
     """Trace ids of exemplars by metric."""
     answer = router.http.get(f"{router.url}/metrics", headers={"Accept": OPENMETRICS})

@@ -119,8 +119,8 @@ BOARD = Board(
                 Panel(
                     "Too late",
                     "reqps",
-                    "Zero: turns that came after decode had freed their blocks, as router, prefill "
-                    "and vLLM count them.",
+                    "Zero turns and none declined: they came after decode had freed their blocks. "
+                    "vLLM's count on decode also has turns that nobody continued.",
                     "PdHandlesExpire",
                     (
                         Query(

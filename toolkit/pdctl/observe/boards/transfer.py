@@ -215,7 +215,7 @@ BOARD = Board(
                 Panel(
                     "Settings of the engines",
                     "none",
-                    "The provider that the spec names (efa), and equal settings on all legs.",
+                    "The provider that the spec names, and equal settings on all legs.",
                     "PdProviderFallback",
                     (Query(select(ENGINE_INFO.name, *ENGINE), "{{leg}}"),),
                     "table",
