@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from pd_connector import contract, telemetry
-from pdctl.observe.alerts import ALERTS
+from pdctl.observe.alerts import ALERTS, slug_of
 from pdctl.observe.boards import BOARDS
 from pdctl.observe.check import selectors
 from pdctl.observe.conditions import EXPECTED
 from pdctl.observe.panel import VARIABLES, Panel
+from pdctl.runbook import playbooks
 from tests.cli import pdctl
 
 FOLDER = Path(__file__).parents[2] / "dashboards"
@@ -60,6 +61,11 @@ def test_grafana_s_fields(board: Any) -> None:
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         letters = [target["refId"] for target in panel["targets"]]
         assert letters == sorted(set(letters))
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_panel_s_playbook_is_there(panel: Panel) -> None:
+    assert slug_of(panel.alert) in {page.slug for page in playbooks()}
 
 
 def test_panels_do_not_overlap() -> None:

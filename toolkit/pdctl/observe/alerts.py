@@ -74,12 +74,8 @@ def rules(settings: Settings) -> dict[str, Any]:
 
 
 def slug_of(name: str) -> str:
-    """The playbook of an alert.
-
-    Raises:
-        KeyError: there is no such alert.
-    """
-    return {alert.name: alert.slug for alert in ALERTS}[name]
+    """The playbook of an alert; another name is a page's own."""
+    return {alert.name: alert.slug for alert in ALERTS}.get(name, name)
 
 
 def _alerts() -> Iterator[Alert]:

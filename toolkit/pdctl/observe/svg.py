@@ -84,7 +84,7 @@ def bar_chart(
         middle = _LEFT + slot * (place + 0.5)
         # Labels that would touch stand on two lines by turns.
         lower = crowded and place % 2
-        parts.append(_text(middle, HEIGHT - (1 if lower else 11), category, "middle"))
+        parts.append(_text(middle, HEIGHT - (1 if lower else 11), category, "middle", "category"))
         for index, name in enumerate(names):
             value = values[index][place]
             if not math.isfinite(value):

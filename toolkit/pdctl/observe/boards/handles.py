@@ -197,7 +197,7 @@ BOARD = Board(
                     "Preemptions",
                     "reqps",
                     "Zero. A preempted request computes its KV again.",
-                    "PdPinnedKvFull",
+                    "decode-preempts",
                     (
                         Query(
                             rate(contract.ENGINE_PREEMPTIONS, RATE_INTERVAL, *ENGINE, by="leg"),
@@ -223,7 +223,7 @@ BOARD = Board(
                     "Handles that engines refused",
                     "reqps",
                     "Zero. forged, altered and foreign handles did not come from this deployment.",
-                    "PdPairUnhealthy",
+                    "client-params-honoured",
                     (
                         Query(
                             rate(ENGINE_REFUSED.name, RATE_INTERVAL, *ENGINE, by="leg, reason"),

@@ -130,7 +130,7 @@ BOARD = Board(
                     "reqps",
                     "Zero: they are stripped by the router and answered with 400 by engines; "
                     "somebody is trying.",
-                    "PdPairUnhealthy",
+                    "client-params-honoured",
                     (
                         Query(
                             rate(ROUTER_STRIPPED.name, RATE_INTERVAL, *ROUTER),

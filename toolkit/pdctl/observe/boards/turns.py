@@ -202,7 +202,7 @@ BOARD = Board(
                     "Why handles were not sent",
                     "reqps",
                     "Near zero. The reasons say what the client or the router changed.",
-                    "PdAlwaysMiss",
+                    "history-changed",
                     (
                         Query(
                             rate(ROUTER_HANDLES_REFUSED.name, RATE_INTERVAL, *ROUTER, by="reason"),
