@@ -121,13 +121,11 @@ BROKEN = {
     ),
     "PdTtftBurnsFast": Broken(
         {f'{TTFT}_bucket{{{ROUTER},le="2.5"}}': rising(20)},
-        summary="d: 80% of streamed turns miss the TTFT objective; the budget of a month is gone "
-        "in about two days",
+        summary="d: 80% of streamed turns miss the TTFT objective, by far more than it allows",
     ),
     "PdTtftBurnsSlowly": Broken(
         {f'{TTFT}_bucket{{{ROUTER},le="2.5"}}': rising(60)},
-        summary="d: 40% of streamed turns miss the TTFT objective; the budget of a month is gone "
-        "in about five days",
+        summary="d: 40% of streamed turns have missed the TTFT objective for hours",
     ),
     "PdPairUnhealthy": Broken(
         {PAIR: steady(0)},

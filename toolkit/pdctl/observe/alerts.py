@@ -145,8 +145,7 @@ def _alerts() -> Iterator[Alert]:
     yield Alert(
         "PdTtftBurnsFast",
         "critical",
-        f"{here}: {share} of streamed turns miss the TTFT objective; the budget of a month is "
-        "gone in about two days",
+        f"{here}: {share} of streamed turns miss the TTFT objective, by far more than it allows",
         ttft_burns(14.4, 1, 12),
         "ttft-objective",
         0.4,
@@ -154,8 +153,7 @@ def _alerts() -> Iterator[Alert]:
     yield Alert(
         "PdTtftBurnsSlowly",
         "warning",
-        f"{here}: {share} of streamed turns miss the TTFT objective; the budget of a month is "
-        "gone in about five days",
+        f"{here}: {share} of streamed turns have missed the TTFT objective for hours",
         ttft_burns(6, 6, 72),
         "ttft-objective",
         3,
