@@ -232,6 +232,12 @@ def test_tempo_is_asked_for_turns(tempo: FakeTempo) -> None:
 
 def test_no_tempo_is_one_line(tempo: FakeTempo) -> None:
     ended = pdctl("trace", "--slowest", "--tempo", "http://127.0.0.1:1")
-    assert (ended.code, ended.lines) == (1, ["http://127.0.0.1:1: [Errno 111] Connection refused"])
+    assert (ended.code, ended.lines) == (
+        1,
+        [
+            "http://127.0.0.1:1: [Errno 111] Connection refused; --tempo says where Tempo is, "
+            "--file reads what the Collector's file exporter wrote"
+        ],
+    )
     missing = pdctl("trace", "f" * 32, "--tempo", tempo.url)
     assert (missing.code, missing.lines) == (1, [f"{tempo.url}: no trace {'f' * 32}"])

@@ -11,6 +11,7 @@ from pdctl.cli.common import json_option, print_json, read_plan
 from pdctl.errors import PdctlError
 from pdctl.observe.boards import BOARDS
 from pdctl.observe.check import Found, check_boards, check_rules
+from pdctl.observe.conditions import JOB
 from pdctl.observe.grafana_http import Grafana
 from pdctl.observe.grafana_rules import rule_group
 from pdctl.observe.panel import Scope
@@ -73,6 +74,9 @@ def check(url: str, window: str, deployment: str | None, as_json: bool) -> None:
             click.echo(f"{row.kind:5}  {row.where}: {row.reason}")
         if not any(row.kind == "rule" for row in rows):
             click.echo(f"{url} evaluates no alert rules", err=True)
+        for series in prometheus.instant(f'up{{job="{JOB}"}} == 0'):
+            where = {"leg": "?", "instance": "?"} | series.labels
+            click.echo(f"{where['leg']} at {where['instance']} does not answer {url}", err=True)
         click.echo(f"{len(rows) - len(empty)} of {len(rows)} queries find data")
     sys.exit(1 if empty else 0)
 
