@@ -35,7 +35,7 @@ from tests.doctor.faulty import (
 )
 
 from pdctl.cli.common import interrupt_on_hangup
-from pdctl.legs import Leg
+from pdctl.plan import Leg
 
 LIMIT_SECONDS = 10.0
 P, D, R = "prefill-0", "decode-0", "router-0"

@@ -29,8 +29,7 @@ from pdctl.launch.local import new_record, start
 from pdctl.launch.probe import health_problem
 from pdctl.launch.state import DeploymentState
 from pdctl.launch.up import Phase, leg_statuses
-from pdctl.legs import Deployment, Leg, Variable
-from pdctl.plan import plan
+from pdctl.plan import Deployment, Leg, Variable, plan
 from pdctl.spec import load
 from tests.ports import free_ports
 

@@ -9,7 +9,7 @@ import httpx
 from pd_connector.contract import Route
 from pdctl.conversation import Messages, Turn, new_client, plain_answer, stream_turn, turn_text
 from pdctl.counters import EngineCounters, engine_counters, settled
-from pdctl.legs import Deployment
+from pdctl.plan import Deployment
 from pdctl.spec import Spec
 
 LEAST_SHARE = 0.9

@@ -6,8 +6,10 @@ from typing import Any
 from pdctl.engine.environment import secret
 from pdctl.engine.leg import engine_leg
 from pdctl.engine.lookup import served_name, setting, whole_path
-from pdctl.legs import Deployment, Leg
+from pdctl.legs import NONCE, Deployment, Flag, Leg, Variable, kv_config_json
 from pdctl.spec.model import Role, Spec
+
+__all__ = ["NONCE", "Deployment", "Flag", "Leg", "Variable", "kv_config_json", "plan"]
 
 
 def plan(spec: Spec, base: Path) -> Deployment:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jinja2
 
-from pdctl.legs import NONCE, Deployment, Leg, kv_config_json
+from pdctl.plan import NONCE, Deployment, Leg, kv_config_json
 
 ROUTER_CONFIG = "router.json"
 

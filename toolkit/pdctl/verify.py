@@ -12,7 +12,7 @@ from pdctl.conversation import Messages, Turn, new_client, plain_answer, stream_
 from pdctl.counters import NOTHING, EngineCounters, engine_counters, router_counter, settled
 from pdctl.errors import PdctlError
 from pdctl.launch.probe import health_problem
-from pdctl.legs import Deployment
+from pdctl.plan import Deployment
 from pdctl.spec import Spec
 
 Report = Callable[["Step"], None]

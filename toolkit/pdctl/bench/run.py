@@ -23,8 +23,7 @@ from pdctl.bench.records import SCHEMA, Block, Row, RunFolder, load_run
 from pdctl.bench.tokens import EngineTokenizer, EstimatingTokenizer, LocalTokenizer, Tokenizer
 from pdctl.bench.workload import Conversation, Workload
 from pdctl.errors import PdctlError
-from pdctl.legs import Deployment
-from pdctl.plan import plan
+from pdctl.plan import Deployment, plan
 from pdctl.spec import Spec
 
 Say = Callable[[str], None]

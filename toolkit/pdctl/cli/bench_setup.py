@@ -32,7 +32,7 @@ from pdctl.cli.progress import Progress
 from pdctl.errors import PdctlError
 from pdctl.launch.state import DeploymentState
 from pdctl.launch.up import bring_up, leg_statuses, take_down
-from pdctl.legs import Deployment
+from pdctl.plan import Deployment
 from pdctl.spec import Loaded
 
 KEY_VARIABLE = "PDCTL_API_KEY"

@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from pdctl.errors import PdctlError
-from pdctl.legs import Deployment
-from pdctl.plan import plan
+from pdctl.plan import Deployment, plan
 from pdctl.spec import Loaded, SpecError, load
 from pdctl.spec.model import NAME
 

@@ -12,7 +12,7 @@ from pdctl.doctor.diagnose import preflight
 from pdctl.doctor.report import shown
 from pdctl.errors import PdctlError
 from pdctl.launch.up import bring_up
-from pdctl.legs import Deployment
+from pdctl.plan import Deployment
 from pdctl.spec import Loaded
 
 

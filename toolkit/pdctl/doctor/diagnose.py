@@ -12,7 +12,7 @@ from pdctl.doctor.evidence.facts import Evidence
 from pdctl.doctor.evidence.probe import hold_probe
 from pdctl.doctor.model import Check
 from pdctl.doctor.run import Diagnosis, diagnose, patterns
-from pdctl.legs import Deployment
+from pdctl.plan import Deployment
 from pdctl.spec.model import Spec
 
 Say = Callable[[str], None]

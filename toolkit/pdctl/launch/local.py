@@ -11,7 +11,7 @@ from pd_connector.contract import SECRET_FILE_VARIABLE
 from pdctl.errors import PdctlError
 from pdctl.launch.processes import MARK, find
 from pdctl.launch.state import DeploymentState, LegRecord
-from pdctl.legs import Leg
+from pdctl.plan import Leg
 from pdctl.render import leg_files
 
 

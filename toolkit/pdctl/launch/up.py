@@ -19,7 +19,7 @@ from pdctl.launch.probe import (
     tail,
 )
 from pdctl.launch.state import DeploymentState, LegRecord
-from pdctl.legs import Deployment, Leg
+from pdctl.plan import Deployment, Leg
 from pdctl.render import leg_files
 
 _POLL_SECONDS = 0.25

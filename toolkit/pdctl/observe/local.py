@@ -18,7 +18,6 @@ from pdctl.errors import PdctlError
 from pdctl.launch.local import cannot_listen, port_owner, run_script
 from pdctl.launch.processes import alive, find, stop
 from pdctl.launch.state import DeploymentState, LegRecord
-from pdctl.legs import Deployment
 from pdctl.observe.stack import (
     alertmanager_config,
     alertmanager_flags,
@@ -27,6 +26,7 @@ from pdctl.observe.stack import (
     prometheus_flags,
     prometheus_url,
 )
+from pdctl.plan import Deployment
 from pdctl.render import File
 from pdctl.spec.model import Spec
 

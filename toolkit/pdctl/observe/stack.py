@@ -9,11 +9,11 @@ import yaml
 
 from pd_connector import telemetry
 from pd_connector.contract import Outcome
-from pdctl.legs import Deployment
 from pdctl.observe.alerts import rules
 from pdctl.observe.conditions import JOB, Settings
 from pdctl.observe.playbooks import pages
 from pdctl.observe.promql import span
+from pdctl.plan import Deployment
 from pdctl.render import File, template
 from pdctl.spec.model import Spec
 

@@ -16,7 +16,7 @@ from typing import Any
 from pdctl.doctor.evidence.config import Config
 from pdctl.doctor.evidence.metrics import Metrics
 from pdctl.doctor.model import DEPLOYMENT, Excerpt, Pattern
-from pdctl.legs import Deployment
+from pdctl.plan import Deployment
 from pdctl.spec.model import Spec
 
 KEPT_HITS = 20

@@ -30,7 +30,7 @@ from pdctl.doctor.model import DEPLOYMENT
 from pdctl.launch.probe import tail, telling_line
 from pdctl.launch.state import KEPT_LOGS, DeploymentState
 from pdctl.launch.up import LegStatus, leg_statuses
-from pdctl.legs import Deployment, Leg, kv_config_json
+from pdctl.plan import Deployment, Leg, kv_config_json
 from pdctl.render import ROUTER_CONFIG
 
 BETWEEN_SCRAPES_SECONDS = 1.0

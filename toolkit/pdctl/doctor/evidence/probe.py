@@ -13,7 +13,7 @@ import httpx
 
 from pdctl.conversation import Messages, stream_turn, user_text
 from pdctl.errors import PdctlError
-from pdctl.legs import Deployment
+from pdctl.plan import Deployment
 
 PROBE_SECONDS = 60.0
 """Longest wait for anything of a probe turn."""
