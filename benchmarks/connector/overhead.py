@@ -12,10 +12,8 @@ usage: python benchmarks/connector/overhead.py [--reps N] [--prompts N] [--chara
 
 import argparse
 import asyncio
-import contextlib
 import json
 import math
-import os
 import random
 import statistics
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from legcpu import cpu_seconds
 from rig import FRESH, Pair, complete, metrics, pair, text_of, until
 from tests.otlp import Receiver
 
@@ -31,7 +30,6 @@ from pd_connector import contract
 
 TTL = 1
 """Seconds: neither decode leg keeps turns while the other pair is measured."""
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -98,17 +96,6 @@ class Side:
 def trace() -> dict[str, Any]:
     trace_id, span_id = f"{random.getrandbits(128):032x}", f"{random.getrandbits(64):016x}"
     return {"headers": {"traceparent": f"00-{trace_id}-{span_id}-01"}}
-
-
-def cpu_seconds(leader: int) -> float:
-    """User and system time of all live processes of a leg's session."""
-    total = 0
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if entry.isdigit() and os.getsid(int(entry)) == leader:
-                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
-                total += int(fields[11]) + int(fields[12])
-    return total / TICKS
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:

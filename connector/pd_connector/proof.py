@@ -42,11 +42,21 @@ def packed(token_ids: Iterable[int]) -> Sequence[int]:
 
     Unchanged when one of them is outside uint32: such ids prove nothing.
     """
-    ids = list(token_ids)
+    ids = token_ids if isinstance(token_ids, list) else list(token_ids)
     try:
         return array("I", ids)
     except OverflowError:
         return ids
+
+
+def continued(ids: Sequence[int], more: Sequence[int]) -> Sequence[int]:
+    """:func:`packed` ids with further ones behind them."""
+    both = array("I", ids) if isinstance(ids, array) else list(ids)
+    try:
+        both.extend(more)
+    except OverflowError:
+        return [*ids, *more]
+    return both
 
 
 def proof_seed(

@@ -8,6 +8,8 @@ take their names from here.
 from dataclasses import dataclass
 from typing import Literal
 
+from pd_connector.contract import Outcome
+
 Kind = Literal["counter", "gauge", "histogram"]
 
 
@@ -21,6 +23,9 @@ class Metric:
     text: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    values: tuple[tuple[str, ...], ...] = ()
+    """All values of each label, where they are few and known before: such a counter is at 0 from
+    the start, like one without labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +209,7 @@ ENGINE_DECISIONS = Metric(
     "counter",
     "Prompts on the prefill leg, by what was decided and came of it.",
     ("outcome",),
+    values=(tuple(outcome.value for outcome in Outcome),),
 )
 ENGINE_TOKENS = Metric(
     "pd_engine_prompt_tokens_total",
@@ -211,6 +217,7 @@ ENGINE_TOKENS = Metric(
     "Tokens of those prompts: held by the handle (asked), read (read), computed (computed), found "
     "in the leg's own prefix cache (local).",
     ("kind",),
+    values=(("asked", "read", "computed", "local"),),
 )
 ENGINE_DECLINED = Metric(
     "pd_engine_declined_expired_reads_total",
@@ -223,12 +230,14 @@ ENGINE_REFUSED = Metric(
     "Handles refused: unsigned, forged, foreign (another deployment's), altered, used, malformed, "
     "another_prompt (prefill computed another prompt than decode was asked).",
     ("reason",),
+    values=(("unsigned", "forged", "foreign", "altered", "used", "malformed", "another_prompt"),),
 )
 ENGINE_REJECTED = Metric(
     "pd_engine_params_rejected_total",
     "counter",
     "Requests answered with HTTP 400 for their kv_transfer_params.",
     ("reason",),
+    values=(("not_an_object", "unknown_key", "wrong_type", "out_of_range", "missing", "both"),),
 )
 ENGINE_TRANSFER_SECONDS = Metric(
     "pd_engine_transfer_seconds",
@@ -274,6 +283,7 @@ ENGINE_PINS_ENDED = Metric(
     "counter",
     "Finished turns whose blocks decode freed: read, released, successor, high_water, expired.",
     ("reason",),
+    values=(("read", "released", "successor", "high_water", "expired"),),
 )
 ENGINE_SPANS_DROPPED = Metric(
     "pd_engine_spans_dropped_total", "counter", "Spans that could not be exported."

@@ -12,12 +12,14 @@ from pd_connector import telemetry
 from pd_router.engines import Engines
 from pd_router.handles import Handle, HandleStore, MemoryStore, OnDrop
 from pd_router.health import Health
+from pd_router.leases import LeaseOrders
 from pd_router.legs import Leg, Legs
 from pd_router.lifetime import Deadlines
 from pd_router.metrics import Metrics
 from pd_router.pairs import Pairs, RepeatBudget
 from pd_router.reasons import PREFILL_FAULTS, REFUSALS, ROUTE_REASONS
 from pd_router.releases import Releases
+from pd_router.renewals import Renewals
 from pd_router.routes import Chooser
 from pd_router.settings import Settings
 from pd_router.spans import Spans, otlp_export
@@ -39,6 +41,7 @@ class Router:
     pairs: Pairs
     health: Health
     releases: Releases
+    renewals: Renewals
     chooser: Chooser
     prompt_ids: PromptIds
     metrics: Metrics
@@ -64,7 +67,8 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
     """The parts of one router, until its end."""
     engines, metrics = Engines(), Metrics()
     legs = Legs(settings.prefill, settings.decode)
-    releases = Releases(engines, legs.named)
+    orders = LeaseOrders(engines)
+    releases = Releases(orders, legs.named)
     pairs = Pairs(settings.pair_pause)
 
     def dropped(handle: Handle, reason: str) -> None:
@@ -89,6 +93,7 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
         pairs=pairs,
         health=health,
         releases=releases,
+        renewals=Renewals(orders, legs.named, lambda: router.settings),
         chooser=Chooser(settings),
         prompt_ids=PromptIds(engines),
         metrics=metrics,
@@ -97,7 +102,8 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
     _gauges(router)
     start_counting(router)
     workers = [
-        asyncio.create_task(work) for work in (health.watch(), releases.work(), handles.watch())
+        asyncio.create_task(work)
+        for work in (health.watch(), releases.work(), router.renewals.work(), handles.watch())
     ]
     try:
         yield router

@@ -89,6 +89,7 @@ def _router_config(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -
         "bidirectional": on,
         "reuse_proof": None if router.reuse_proof == "auto" else router.reuse_proof,
         "handle_ttl": router.handle_ttl,
+        "handle_max_age": router.handle_max_age,
         "decode_ttl": kv.decode_ttl,
         "readback_timeout": router.readback_timeout,
         "recompute_threshold": kv.recompute_threshold,

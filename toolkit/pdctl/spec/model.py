@@ -277,6 +277,11 @@ class Router(Section):
     handle_ttl: Duration = Field(
         450.0, description="How long a handle is kept; must stay below decode_ttl."
     )
+    handle_max_age: Duration | None = Field(
+        None,
+        description="While a conversation pauses, its blocks are renewed on decode, up to this "
+        "age; not renewed when left out. With the pdctl connector.",
+    )
     readback_timeout: Duration = Field(
         60.0, description="Longest wait for a prefill that reads back, before it is recomputed."
     )

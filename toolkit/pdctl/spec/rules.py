@@ -201,6 +201,20 @@ def _times(spec: Spec) -> Iterator[Broken]:
             "their blocks",
             also=(("kv_transfer", "decode_ttl"),),
         )
+    if router.handle_max_age is not None and router.handle_max_age <= router.handle_ttl:
+        yield Broken(
+            ("router", "handle_max_age"),
+            f"router.handle_max_age: {format_duration(router.handle_max_age)} must be above "
+            f"router.handle_ttl ({format_duration(router.handle_ttl)}); null for no renewal",
+            also=(("router", "handle_ttl"),),
+        )
+    if router.handle_max_age is not None and kv.connector == "stock":
+        yield Broken(
+            ("router", "handle_max_age"),
+            "router.handle_max_age: the stock connector renews nothing; say null, or "
+            "kv_transfer.connector: pdctl",
+            also=(("kv_transfer", "connector"),),
+        )
     if kv.bidirectional and kv.decode_ttl <= READ_MARGIN_SECONDS:
         yield Broken(
             ("kv_transfer", "decode_ttl"),
