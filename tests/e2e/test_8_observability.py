@@ -256,11 +256,7 @@ def test_every_query_that_the_load_can_feed_finds_data(loaded: Watched) -> None:
 NOT_FED = {
     # The spec names no provider.
     "PdProviderFallback": "label missing",
-    # Counters that have no series before something goes wrong.
-    "pd-handles: Handles that engines refused": "metric unknown",
-    "pd-handles: Too late": "metric unknown",
-    "pd-legs: Spans lost": "metric unknown",
-    "pd-legs: Transfer parameters that clients sent": "metric unknown",
+    # A pair of legs is known with its first transfer, its failures with the first one.
     "pd-transfer: Failed reads": "metric unknown",
     # Every later turn was read back.
     "pd-turns: What a later turn without readback costs": "no series",
