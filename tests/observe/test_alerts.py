@@ -213,25 +213,20 @@ def test_no_objective_no_expectation_no_false_alarm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deployment", ["d", "e"])
-@pytest.mark.parametrize("name", [alert.name for alert in ALERTS])
-def test_grafana_s_conditions_are_of_one_deployment(
-    name: str, deployment: str, tmp_path: Path
-) -> None:
+def test_grafana_s_conditions_are_of_one_deployment(deployment: str, tmp_path: Path) -> None:
     """Without the recorded expectation, and over the series of their own deployment alone."""
     settings = Settings(expected=SPEC | {"deployment": deployment})
-    group = rule_group(settings, deployment, "prometheus")
     alerts = [
         {"alert": rule["title"].split()[0], "expr": rule["data"][0]["model"]["expr"]}
-        for rule in group.rules
+        for rule in rule_group(settings, deployment, "prometheus").rules
     ]
-    broken = BROKEN[name]
-    fires = [{"exp_labels": broken.labels}] if deployment == "d" else []
-    promtool(
-        tmp_path,
-        {**HEALTHY, **broken.series},
-        [{"alertname": name, "exp_alerts": fires}],
-        {"groups": [{"name": "grafana", "rules": alerts}]},
-    )
+    assert [each["alert"] for each in alerts] == [alert.name for alert in ALERTS]
+    cases = []
+    for name, broken in BROKEN.items():
+        fires = [{"exp_labels": broken.labels}] if deployment == "d" else []
+        cases.append(({**HEALTHY, **broken.series}, [{"alertname": name, "exp_alerts": fires}]))
+    rule_file = {"groups": [{"name": "grafana", "rules": alerts}]}
+    run_promtool(tmp_path, cases, rule_file, interval="10m")
 
 
 def promtool(
@@ -241,21 +236,32 @@ def promtool(
     rule_file: dict[str, Any] | None = None,
 ) -> None:
     """Run the rules over an hour of the series; what fires at its end must be what is wanted."""
-    rule_file = rule_file or rules(Settings(expected=SPEC))
+    run_promtool(folder, [(series, wanted)], rule_file or rules(Settings(expected=SPEC)))
+
+
+def run_promtool(
+    folder: Path,
+    cases: list[tuple[dict[str, str | None], list[dict[str, Any]]]],
+    rule_file: dict[str, Any],
+    interval: str = "30s",
+) -> None:
+    """Each case apart: its series, and what must fire."""
     (folder / "rules.yml").write_text(yaml.safe_dump(rule_file))
-    values = [{"series": name, "values": text} for name, text in series.items() if text is not None]
-    assert not any(each["series"].startswith(EXPECTED) for each in values)
-    test = {
-        "rule_files": ["rules.yml"],
-        "evaluation_interval": "30s",
-        "tests": [
+    tests = []
+    for series, wanted in cases:
+        assert not any(name.startswith(EXPECTED) for name in series)
+        tests.append(
             {
                 "interval": "1m",
-                "input_series": values,
+                "input_series": [
+                    {"series": name, "values": text}
+                    for name, text in series.items()
+                    if text is not None
+                ],
                 "alert_rule_test": [{"eval_time": f"{MINUTES}m", **each} for each in wanted],
             }
-        ],
-    }
+        )
+    test = {"rule_files": ["rules.yml"], "evaluation_interval": interval, "tests": tests}
     (folder / "test.yml").write_text(yaml.safe_dump(test))
     ended = subprocess.run(
         [program("promtool"), "test", "rules", "test.yml"],
