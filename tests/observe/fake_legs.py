@@ -183,5 +183,6 @@ class FakeDeployment:
                 leg.of(metric, *V).set(0.4)
             for reason in ("capacity", "deferred"):
                 leg.of(WAITING, *V, reason).set(0)
+        self.decode.of(t.ENGINE_PINS_ENDED, "high_water")
         self.decode.of(t.ENGINE_PINS).set(20)
         self.decode.of(t.ENGINE_PINNED_BLOCKS).set(35)

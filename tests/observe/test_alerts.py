@@ -25,6 +25,7 @@ MINUTES = 60
 TURNS = telemetry.ROUTER_TURNS.name
 TTFT = telemetry.ROUTER_TTFT.name
 SOURCE = contract.ENGINE_PROMPT_TOKENS_BY_SOURCE
+PINS_ENDED = telemetry.ENGINE_PINS_ENDED.name
 INFO = telemetry.ENGINE_INFO.name
 
 
@@ -51,6 +52,8 @@ HEALTHY = {
     f'{telemetry.ROUTER_INFO.name}{{{ROUTER},bidirectional="on"}}': steady(1),
     f"{telemetry.ENGINE_PINNED_BLOCKS.name}{{{DECODE}}}": steady(60),
     f"{telemetry.ENGINE_BLOCKS.name}{{{DECODE}}}": steady(100),
+    f'{PINS_ENDED}{{{DECODE},reason="read"}}': rising(80),
+    f'{PINS_ENDED}{{{DECODE},reason="high_water"}}': rising(1),
     f'{TTFT}_bucket{{{ROUTER},le="2.5"}}': rising(98),
     f"{TTFT}_count{{{ROUTER}}}": rising(100),
     PAIR: steady(1),
@@ -118,6 +121,12 @@ BROKEN = {
         {f"{telemetry.ENGINE_PINNED_BLOCKS.name}{{{DECODE}}}": steady(97)},
         LEG,
         "d: finished turns hold 97% of the KV blocks of decode-0",
+    ),
+    "PdPinnedTurnsCrowdedOut": Broken(
+        {f'{PINS_ENDED}{{{DECODE},reason="high_water"}}': rising(20)},
+        LEG,
+        "d: decode-0 freed 20% of finished turns' blocks for want of memory, before anybody came "
+        "back for them",
     ),
     "PdTtftBurnsFast": Broken(
         {f'{TTFT}_bucket{{{ROUTER},le="2.5"}}': rising(20)},

@@ -10,6 +10,7 @@ from pdctl.observe.conditions import (
     JOB,
     Settings,
     always_miss,
+    crowded_out,
     disagree,
     handles_expire,
     map_full,
@@ -141,6 +142,14 @@ def _alerts() -> Iterator[Alert]:
         pinned_share(0.95),
         "pinned-kv-near-full",
         0.2,
+    )
+    yield Alert(
+        "PdPinnedTurnsCrowdedOut",
+        "warning",
+        f"{here}: {{{{ $labels.leg }}}} freed {share} of finished turns' blocks for want of "
+        "memory, before anybody came back for them",
+        crowded_out,
+        "pinned-kv-near-full",
     )
     yield Alert(
         "PdTtftBurnsFast",

@@ -131,6 +131,17 @@ def pinned_share(limit: float) -> Callable[[Settings], str]:
     return expr
 
 
+def crowded_out(s: Settings) -> str:
+    """Decode's connector frees the longest idle turns while memory is short."""
+
+    def over(window: str) -> str:
+        by, ended = "deployment, leg", telemetry.ENGINE_PINS_ENDED.name
+        short = increase(ended, window, DECODE, 'reason="high_water"', by=by)
+        return f"({short} / {increase(ended, window, DECODE, by=by)} > 0.1)"
+
+    return f"{over(s.short)}\nand {over(s.long)}"
+
+
 def _slow_share(s: Settings, window: str) -> str:
     name = telemetry.ROUTER_TTFT.name
     within = increase(f"{name}_bucket", window, f'le="{float(s.ttft_slo)}"')

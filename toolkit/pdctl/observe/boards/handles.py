@@ -184,7 +184,7 @@ BOARD = Board(
                     "reqps",
                     "read and successor: reuse works. expired: nobody came back. high_water: "
                     "memory is short.",
-                    "PdPinnedKvHigh",
+                    "PdPinnedTurnsCrowdedOut",
                     (
                         Query(
                             rate(ENGINE_PINS_ENDED.name, RATE_INTERVAL, *DECODE, by="reason"),
