@@ -139,6 +139,9 @@ ROUTER_HANDLES_HELD = Metric(
 ROUTER_HANDLES_BYTES = Metric(
     "pd_router_handles_bytes", "gauge", "Bytes of memory the held handles are counted with."
 )
+ROUTER_HANDLES_BYTES_LIMIT = Metric(
+    "pd_router_handles_bytes_limit", "gauge", "Most bytes that held handles may take."
+)
 ROUTER_HANDLES_LIMIT = Metric(
     "pd_router_handles_limit", "gauge", "Most handles that are held at once."
 )

@@ -183,6 +183,10 @@ def _gauges(router: Router) -> None:
 
     add(telemetry.ROUTER_HANDLES_HELD, held)
     add(telemetry.ROUTER_HANDLES_BYTES, lambda: [((), handles.bytes_held())])
+    add(
+        telemetry.ROUTER_HANDLES_BYTES_LIMIT,
+        lambda: [((), router.settings.max_handle_bytes)],
+    )
     add(telemetry.ROUTER_HANDLES_LIMIT, lambda: [((), router.settings.max_handles)])
     add(telemetry.ROUTER_HANDLE_TTL, lambda: [((), router.settings.handle_ttl)])
     add(

@@ -60,6 +60,8 @@ HEALTHY = {
     f'{telemetry.ROUTER_LEG_UP.name}{{{ROUTER},leg="decode-0",role="decode"}}': steady(1),
     f'{telemetry.ROUTER_HANDLES_HELD.name}{{{ROUTER},leg="decode-0"}}': steady(100),
     f"{telemetry.ROUTER_HANDLES_LIMIT.name}{{{ROUTER}}}": steady(1000),
+    f"{telemetry.ROUTER_HANDLES_BYTES.name}{{{ROUTER}}}": steady(300_000),
+    f"{telemetry.ROUTER_HANDLES_BYTES_LIMIT.name}{{{ROUTER}}}": steady(3_000_000),
     f"up{{{PREFILL}}}": steady(1),
     f"up{{{DECODE}}}": steady(1),
 }
@@ -187,6 +189,16 @@ def test_fires(name: str, tmp_path: Path) -> None:
     }
     series = {**HEALTHY, **broken.series}
     promtool(tmp_path, series, [{"alertname": name, "exp_alerts": [expected]}])
+
+
+def test_a_map_can_be_full_of_few_large_handles(tmp_path: Path) -> None:
+    series = {f"{telemetry.ROUTER_HANDLES_BYTES.name}{{{ROUTER}}}": steady(2_910_000)}
+    name = "PdRouterMapNearBound"
+    labels = BROKEN[name].labels | {"severity": "warning"}
+    url = "http://127.0.0.1:9090/consoles/router-map-near-bound.html"
+    summary = BROKEN[name].summary.replace("95%", "97%")
+    fires = {"exp_labels": labels, "exp_annotations": {"summary": summary, "runbook_url": url}}
+    promtool(tmp_path, {**HEALTHY, **series}, [{"alertname": name, "exp_alerts": [fires]}])
 
 
 def test_all_are_quiet_on_a_healthy_deployment(tmp_path: Path) -> None:

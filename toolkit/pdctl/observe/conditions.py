@@ -160,9 +160,15 @@ def ttft_burns(burn: float, short: float, long: float) -> Callable[[Settings], s
 
 
 def map_full(s: Settings) -> str:
-    held = total(telemetry.ROUTER_HANDLES_HELD.name, by="deployment, instance")
-    limit = total(telemetry.ROUTER_HANDLES_LIMIT.name, by="deployment, instance")
-    return f"{held} / {limit} > 0.9"
+    """The map is bounded by the number of its handles and by their bytes."""
+
+    def over(used: str, limit: str) -> str:
+        by = "deployment, instance"
+        return f"({total(used, by=by)} / {total(limit, by=by)} > 0.9)"
+
+    handles = over(telemetry.ROUTER_HANDLES_HELD.name, telemetry.ROUTER_HANDLES_LIMIT.name)
+    memory = over(telemetry.ROUTER_HANDLES_BYTES.name, telemetry.ROUTER_HANDLES_BYTES_LIMIT.name)
+    return f"{handles}\nor {memory}"
 
 
 def silent_connector(s: Settings) -> str:

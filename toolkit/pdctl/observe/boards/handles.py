@@ -13,6 +13,7 @@ from pd_connector.telemetry import (
     ROUTER_HANDLE_AGE,
     ROUTER_HANDLE_TTL,
     ROUTER_HANDLES_BYTES,
+    ROUTER_HANDLES_BYTES_LIMIT,
     ROUTER_HANDLES_DROPPED,
     ROUTER_HANDLES_HELD,
     ROUTER_HANDLES_LIMIT,
@@ -57,7 +58,12 @@ BOARD = Board(
                         Query(
                             f"{total(ROUTER_HANDLES_HELD.name, *ROUTER)} / "
                             f"{total(ROUTER_HANDLES_LIMIT.name, *ROUTER)}",
-                            "{{deployment}}",
+                            "{{deployment}}: handles",
+                        ),
+                        Query(
+                            f"{total(ROUTER_HANDLES_BYTES.name, *ROUTER)} / "
+                            f"{total(ROUTER_HANDLES_BYTES_LIMIT.name, *ROUTER)}",
+                            "{{deployment}}: their memory",
                         ),
                     ),
                     limit=0.9,
