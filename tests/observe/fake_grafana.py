@@ -27,6 +27,8 @@ class FakeGrafana:
         self.sources: dict[str, dict[str, Any]] = {}
         self.groups: dict[tuple[str, str], dict[str, Any]] = {}
         """Rule groups by uid of their folder and title."""
+        self.refuses_rules = False
+        """The token may do anything but that."""
         self.sent: dict[str, Any] = {}
         """The last rule group as it came."""
         self.writes: list[str] = []
@@ -152,6 +154,8 @@ class FakeGrafana:
         return 200, {"message": "Datasource saved", "datasource": self.sources[body["uid"]]}
 
     def _group(self, method: str, key: tuple[str, str], body: Any) -> tuple[int, Any]:
+        if self.refuses_rules:
+            return 403, {"message": "Permissions needed: alert.provisioning:read"}
         if method == "GET":
             found = self.groups.get(key)
             return (200, found) if found else (404, {"message": "rule group not found"})

@@ -163,6 +163,16 @@ def test_a_group_that_a_file_provisions_is_left_alone(grafana: FakeGrafana) -> N
     assert {rule["for"] for rule in group(grafana)["rules"]} == {"1h"}
 
 
+def test_what_was_done_before_a_failure_is_told(grafana: FakeGrafana) -> None:
+    grafana.refuses_rules = True
+    ended = push(grafana, TWO_NODES)
+    assert ended.code == 1
+    assert [line.split()[0] for line in ended.out.splitlines()] == ["create"] * OTHERS
+    assert len(ended.lines) == 1
+    assert "may not GET /api/v1/provisioning/folder/pdctl/rule-groups/" in ended.lines[0]
+    assert "Admin for data sources and alert rules" in ended.lines[0]
+
+
 def test_alerts_without_a_spec_are_wrong_use(grafana: FakeGrafana) -> None:
     ended = pdctl("dashboards", "push", "--grafana", grafana.url, "--alerts")
     assert ended.code == 2

@@ -127,10 +127,11 @@ def push(
         settings = alert_settings(loaded.spec, deployment)
         rules = rule_group(settings, deployment.name, PROMETHEUS_UID)
     grafana = Grafana(url, token, ca)
-    changes = list(push_all(grafana, folder, loaded.spec if loaded else None, rules, dry_run))
+    changes = push_all(grafana, folder, loaded.spec if loaded else None, rules, dry_run)
     if as_json:
         print_json({"dry_run": dry_run, "changes": [dataclasses.asdict(each) for each in changes]})
         return
+    # Each as it is made: what was done before a failure is told too.
     for change in changes:
         click.echo(f"{change.action:9} {change.kind} {change.name}")
         for line in change.difference:
