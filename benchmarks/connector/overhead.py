@@ -142,15 +142,11 @@ def main() -> None:
     receiver = Receiver()
 
     def changes(connector: str) -> dict[str, dict[str, Any]]:
-        env = {
-            "HF_HUB_OFFLINE": 1,
-            "VLLM_NO_USAGE_STATS": 1,
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        }
+        env = {"HF_HUB_OFFLINE": 1, "VLLM_NO_USAGE_STATS": 1}
         return {
             "kv_transfer": {"connector": connector, "decode_ttl": f"{TTL}s"},
             "router": {"handle_ttl": "0.5s"},
-            "observability": {"otlp_endpoint": receiver.endpoint},
+            "observability": {"otlp_endpoint": receiver.url, "otlp_protocol": "http/protobuf"},
             "engine": {"env": env},
         }
 

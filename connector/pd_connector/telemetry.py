@@ -139,6 +139,9 @@ ROUTER_HANDLES_HELD = Metric(
 ROUTER_HANDLES_BYTES = Metric(
     "pd_router_handles_bytes", "gauge", "Bytes of memory the held handles are counted with."
 )
+ROUTER_HANDLES_BYTES_LIMIT = Metric(
+    "pd_router_handles_bytes_limit", "gauge", "Most bytes that held handles may take."
+)
 ROUTER_HANDLES_LIMIT = Metric(
     "pd_router_handles_limit", "gauge", "Most handles that are held at once."
 )
@@ -320,7 +323,9 @@ ROUTE = Attribute("pd.route", "str", "recompute, readback or append.")
 ROUTE_REASON = Attribute("pd.route_reason", "str", "Why that route.")
 PREFILL_LEG = Attribute("pd.prefill_leg", "str", "Name of the prefill leg.")
 DECODE_LEG = Attribute("pd.decode_leg", "str", "Name of the decode leg.")
-HANDLE_AGE = Attribute("pd.handle_age_s", "float", "Age of the claimed handle, in seconds.")
+HANDLE_AGE = Attribute(
+    "pd.handle_age_s", "float", "Age of the conversation's handle, in seconds, claimed or not."
+)
 TOKENS_PROMPT = Attribute("pd.tokens.prompt", "int", "Tokens of the prompt.")
 TOKENS_OFFERED = Attribute("pd.tokens.offered", "int", "Tokens that the handle covers.")
 TOKENS_READ = Attribute("pd.tokens.read", "int", "Tokens read back from decode.")

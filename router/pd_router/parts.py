@@ -17,6 +17,7 @@ from pd_router.legs import Leg, Legs
 from pd_router.lifetime import Deadlines
 from pd_router.metrics import Metrics
 from pd_router.pairs import Pairs, RepeatBudget
+from pd_router.reasons import PREFILL_FAULTS, REFUSALS, ROUTE_REASONS
 from pd_router.releases import Releases
 from pd_router.renewals import Renewals
 from pd_router.routes import Chooser
@@ -157,6 +158,13 @@ def start_counting(router: Router) -> None:
     metrics, legs = router.metrics, router.legs
     for leg in legs.prefill:
         metrics.handles_sent.labels(leg.name)
+        for fault in PREFILL_FAULTS:
+            metrics.prefill_retries.labels(leg.name, fault)
+    for route, reasons in ROUTE_REASONS.items():
+        for reason in reasons:
+            metrics.routes.labels(route.value, reason)
+    for refusal in REFUSALS:
+        metrics.handles_refused.labels(refusal)
     for leg in legs:
         metrics.leg_restarts.labels(leg.name)
     for reason in ("expired", "evicted", "replaced", "released", "leg_restarted", "leg_down"):
@@ -175,6 +183,10 @@ def _gauges(router: Router) -> None:
 
     add(telemetry.ROUTER_HANDLES_HELD, held)
     add(telemetry.ROUTER_HANDLES_BYTES, lambda: [((), handles.bytes_held())])
+    add(
+        telemetry.ROUTER_HANDLES_BYTES_LIMIT,
+        lambda: [((), router.settings.max_handle_bytes)],
+    )
     add(telemetry.ROUTER_HANDLES_LIMIT, lambda: [((), router.settings.max_handles)])
     add(telemetry.ROUTER_HANDLE_TTL, lambda: [((), router.settings.handle_ttl)])
     add(
@@ -189,7 +201,7 @@ def _gauges(router: Router) -> None:
     add(
         telemetry.ROUTER_PAIR_UP,
         lambda: [
-            ((prefill.name, decode.name), float(router.pairs.up(prefill.name, decode.name)))
+            ((prefill.name, decode.name), float(router.pairs.works(prefill.name, decode.name)))
             for prefill in legs.prefill
             for decode in legs.decode
         ],

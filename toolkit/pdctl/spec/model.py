@@ -395,7 +395,8 @@ class Observability(Section):
     otlp_endpoint: str | None = Field(
         None,
         pattern=URL,
-        description="OpenTelemetry collector for the spans of router and engines.",
+        description="OpenTelemetry collector for the spans of router and engines: "
+        "http://HOST:4317 for grpc, http://HOST:4318 for http/protobuf (/v1/traces is added).",
     )
     otlp_protocol: Literal["grpc", "http/protobuf"] = Field(
         "grpc", description="How spans travel to it (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL)."

@@ -23,6 +23,7 @@ def broken_rules(spec: Spec) -> Iterator[Broken]:
     yield from _tls(spec)
     yield from _tokens(spec)
     yield from _fabric(spec)
+    yield from _traces(spec)
     yield from _stack(spec)
     yield from broken_between_legs(spec)
     yield from broken_by_owned(spec)
@@ -63,6 +64,16 @@ def _engine(spec: Spec) -> Iterator[Broken]:
             "kv_transfer.cross_layer_blocks: vLLM's CPU attention cannot read such blocks; "
             "say auto or false",
             also=(("engine", "device"),),
+        )
+
+
+def _traces(spec: Spec) -> Iterator[Broken]:
+    seen = spec.observability
+    if seen.otlp_protocol == "grpc" and (seen.otlp_endpoint or "").startswith("https:"):
+        yield Broken(
+            ("observability", "otlp_endpoint"),
+            "observability.otlp_endpoint: vLLM speaks gRPC without TLS only; say http://, or "
+            "otlp_protocol: http/protobuf",
         )
 
 
