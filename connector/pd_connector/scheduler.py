@@ -1,6 +1,7 @@
 """Scheduler side of the connector: each prompt's readback is decided once, proven
 before it is asked for, and accounted for on the answer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
@@ -65,6 +66,8 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self.leases = EngineLeases(vllm_config, engine_id, self.pending, self._block_sizes)
         self._prompts: dict[str, Prompt] = {}
         self._unlike_prefill: dict[str, bool] = {}
+        self._compared: dict[str, Sequence[int]] = {}
+        """The packed prompts that were compared with prefill's, for the proofs of their turns."""
         self._reads_back = bool(self.is_bidirectional_kv_xfer_enabled)
         if self._reads_back and (reason := why_not_read_back(self, kv_cache_config)):
             self._reads_back = False
@@ -172,6 +175,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._unlike_prefill.pop(request.request_id, None)
+        prompt_ids = self._compared.pop(request.request_id, None)
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is not None:
             return self._prompt_finished(prompt, block_ids)
@@ -187,7 +191,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if not held:
             return False, None
         answer[REMOTE_NUM_TOKENS] = tokens
-        answer[PD_TOKENS] = self._identity.proof(request, tokens)
+        answer[PD_TOKENS] = self._identity.proof(request, tokens, prompt_ids)
         self.leases.pins.finished(
             request.request_id,
             request.kv_transfer_params,
@@ -297,7 +301,8 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if PD_TOKENS not in handle:
             return False
         needed = self._get_remote_prefill_token_count(request.num_prompt_tokens)
-        if self._identity.proven(request, handle, tokens_held(handle)) >= needed:
+        ids = self._compared[request.request_id] = packed(request.prompt_token_ids or ())
+        if self._identity.proven(request, handle, tokens_held(handle), ids) >= needed:
             return False
         self._gate.refused(request, "another_prompt", "prefill computed another prompt")
         return True
