@@ -6,8 +6,8 @@ own spans are on for both. Each rep prefills and then decodes the same prompts; 
 two neighbouring reps. CPU seconds are those of all processes of the two legs, which other load
 on the machine disturbs less than it does the clock.
 
-usage: python benchmarks/connector/overhead.py [--reps N] [--prompts N] [--characters N]
-       [--tokens N] [--json FILE]
+usage: python benchmarks/connector/overhead.py [--reps N] [--limit S] [--prompts N]
+       [--characters N] [--tokens N] [--json FILE]
 """
 
 import argparse
@@ -107,8 +107,11 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 async def measure(ours: Side, stock: Side, options: argparse.Namespace) -> list[tuple[Rep, Rep]]:
-    pairs = []
+    pairs: list[tuple[Rep, Rep]] = []
+    started = time.perf_counter()
     for number in range(-1, options.reps):
+        if time.perf_counter() - started > options.limit:
+            break
         order = [("ours", ours), ("stock", stock)]
         if number % 2:
             order.reverse()
@@ -121,7 +124,7 @@ async def measure(ours: Side, stock: Side, options: argparse.Namespace) -> list[
             print(
                 f"rep {number:>2}: prefill {reps['ours'].prefill:>6.0f} / "
                 f"{reps['stock'].prefill:>6.0f} tokens/s   decode {reps['ours'].decode:>6.1f} / "
-                f"{reps['stock'].decode:>6.1f} tokens/s",
+                f"{reps['stock'].decode:>6.1f} tokens/s   [{time.perf_counter() - started:.0f} s]",
                 flush=True,
             )
     return pairs
@@ -130,6 +133,7 @@ async def measure(ours: Side, stock: Side, options: argparse.Namespace) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reps", type=int, default=16)
+    parser.add_argument("--limit", type=float, default=600, help="seconds in which reps begin")
     parser.add_argument("--prompts", type=int, default=4, help="per rep")
     parser.add_argument("--characters", type=int, default=2000, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=96, help="generated per prompt")

@@ -27,7 +27,8 @@ from hashlib import blake2b
 from typing import Any
 
 VERSION = 2
-MOST_DIGESTS = 256
+MOST_DIGESTS = 128
+"""Keeps a handle small wherever it waits; a longer turn has one for several blocks."""
 SHORT = 6
 """Bytes of a digest in ``d``."""
 

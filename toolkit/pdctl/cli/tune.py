@@ -13,7 +13,7 @@ from pdctl.bench.report.text import number
 from pdctl.bench.run import Options, Runner, new_settings
 from pdctl.bench.ttl import gaps_in
 from pdctl.bench.tune import ARMS, READS, Advice, advise, for_measuring, tuned_spec, tuning_load
-from pdctl.cli.bench_setup import about_spec, deployment_place
+from pdctl.cli.bench_place import about_spec, deployment_place
 from pdctl.cli.common import interrupt_on_hangup, print_json, read_spec
 from pdctl.cli.progress import Progress
 from pdctl.errors import PdctlError
