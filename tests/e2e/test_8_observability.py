@@ -256,8 +256,6 @@ def test_every_query_that_the_load_can_feed_finds_data(loaded: Watched) -> None:
 NOT_FED = {
     # The spec names no provider.
     "PdProviderFallback": "label missing",
-    # A pair of legs is known with its first transfer, its failures with the first one.
-    "pd-transfer: Failed reads": "metric unknown",
     # Every later turn was read back.
     "pd-turns: What a later turn without readback costs": "no series",
 }

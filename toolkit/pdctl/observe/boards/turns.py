@@ -192,7 +192,7 @@ BOARD = Board(
                     "s",
                     "Extra seconds to the first token against turns of the same prompt length "
                     "that were read back, by outcome. Positive: that is what each costs its user. "
-                    "Near zero: readback does not pay at that length.",
+                    "Zero or below: readback does not pay at that length.",
                     "PdReuseStopped",
                     (_cost(),),
                     "table",
