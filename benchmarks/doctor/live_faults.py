@@ -2,8 +2,9 @@
 
 usage: python benchmarks/doctor/live_faults.py [STAGE ...] [--keep FOLDER] [--mpich WHEEL]
 
-Stages: sides, decode, prefill, failing, libfabric, fallback. The last one needs a libfabric 2.x,
-which is in PyPI's mpich wheel (`pip download --no-deps mpich==5.0.2`), libhwloc15 and a C compiler.
+Stages: sides, load, decode, restarted, stock, prefill, failing, libfabric, fallback. The last one
+needs a libfabric 2.x, which is in PyPI's mpich wheel (`pip download --no-deps mpich==5.0.2`),
+libhwloc15 and a C compiler.
 Every row is one fault: what doctor found first,
 the rest, seconds. Exits 1 when a fault is not the first finding, a healthy deployment has an error
 or a warning, the live and the collected answer differ, or doctor takes 10 s.
@@ -38,6 +39,7 @@ from pdctl.cli.common import interrupt_on_hangup
 from pdctl.plan import Leg
 
 LIMIT_SECONDS = 10.0
+SOON: dict[str, object] = {"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}
 P, D, R = "prefill-0", "decode-0", "router-0"
 
 
@@ -122,7 +124,7 @@ def pair(place: Faulty, prefill: Leg, decode: Leg) -> None:
 
 def sides(table: Table) -> None:
     """Healthy, the four combinations of bidirectional, and what only needs other traffic."""
-    with deployment(table, {"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
+    with deployment(table, SOON) as place:
         timed("start", lambda: pair(place, place.leg(P), place.leg(D)))
         place.start(place.leg(R))
         table.row("healthy, just started", place)
@@ -153,9 +155,25 @@ def sides(table: Table) -> None:
         table.row("bidirectional off/on", place, "PD3007")
 
 
+def load(table: Table) -> None:
+    """A healthy pair that has more to do than it can."""
+    with deployment(table, SOON) as place:
+        timed("start", lambda: pair(place, place.leg(P), place.leg(D)))
+        place.start(place.leg(R))
+        place.turns(2)
+        clients = [Thread(target=place.turns, args=(4,)) for _ in range(6)]
+        for client in clients:
+            client.start()
+        table.row("healthy, loaded", place)
+        print(f"     ({sum(client.is_alive() for client in clients)} of 6 clients at work)")
+        for client in clients:
+            client.join()
+        table.row("healthy, idle after load", place)
+
+
 def decode(table: Table) -> None:
     """Faults of the decode leg beside a good prefill leg."""
-    with deployment(table, {"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
+    with deployment(table, SOON) as place:
         timed(
             "start",
             lambda: pair(place, place.leg(P), with_transfer(place.leg(D), decoder_kv_blocks_ttl=2)),
@@ -171,27 +189,38 @@ def decode(table: Table) -> None:
         table.row("plugin missing", place, "PD6003")
         place.turns(3)
         table.row("plugin missing, after turns", place, "PD6003")
+
+
+def restarted(table: Table) -> None:
+    """A decode leg that comes back under the engine id of the one before."""
+    with deployment(table, SOON) as place:
         fixed = with_config(place.leg(D), engine_id="decode-engine-001")
-        timed("fixed id", lambda: place.start(fixed))
+        timed("start", lambda: pair(place, place.leg(P), fixed))
         place.start(place.leg(R))
         place.turns(2)
         timed("restart under the same id", lambda: place.start(fixed))
         table.row("D restarted under the same id", place, "PD8501")
         place.turns(2)
         table.row("D restarted under the same id, after turns", place, "PD8501")
+
+
+def stock(table: Table) -> None:
+    """A decode leg as vLLM has it, without anything of ours."""
+    with deployment(table, SOON) as place:
         stock = with_config(
             with_env(place.leg(D), VLLM_PLUGINS="none"),
             kv_connector_module_path=None,
             kv_load_failure_policy="fail",
         )
-        timed("stock", lambda: place.start(stock))
+        timed("start", lambda: pair(place, place.leg(P), stock))
+        place.start(place.leg(R))
         place.turns(3)
         table.row("stock streaming", place, "PD6003")
 
 
 def prefill(table: Table) -> None:
     """Faults of the prefill leg."""
-    with deployment(table, {"kv_transfer.decode_ttl": "100s", "router.handle_ttl": "90s"}) as place:
+    with deployment(table, SOON) as place:
         high = with_transfer(place.leg(P), kv_recompute_threshold=100000)
         timed("start", lambda: pair(place, high, place.leg(D)))
         place.start(place.leg(R))
@@ -251,7 +280,12 @@ def fallback(table: Table) -> None:
 
 def interface() -> str:
     """libfabric's tcp provider listens on no loopback interface."""
-    return next(name for _, name in socket.if_nameindex() if name != "lo")
+    names = [name for _, name in socket.if_nameindex() if name != "lo"]
+    return next(each for each in names if _state(each) in ("up", "unknown"))
+
+
+def _state(interface: str) -> str:
+    return Path("/sys/class/net", interface, "operstate").read_text().strip()
 
 
 def new_libfabric(wheel: Path, folder: Path) -> Path:
@@ -279,8 +313,8 @@ def fake_cuda(folder: str) -> Path:
 
 
 STAGES = {
-    "sides": sides, "decode": decode, "prefill": prefill, "failing": failing,
-    "libfabric": libfabric, "fallback": fallback,
+    "sides": sides, "load": load, "decode": decode, "restarted": restarted, "stock": stock,
+    "prefill": prefill, "failing": failing, "libfabric": libfabric, "fallback": fallback,
 }  # fmt: skip
 
 

@@ -248,3 +248,80 @@ def test_settings_that_explode(tmp_path: Path, text: str) -> None:
     begin = time.process_time()
     assert doctor(tmp_path, "-o", "json").code in (0, 1, 2)
     assert time.process_time() - begin < 30
+
+
+def sparse(name: str, size: int) -> tarfile.TarInfo:
+    """A member that says to be ``size`` zeros and holds none."""
+    member = tarfile.TarInfo(name)
+    member.pax_headers = {
+        "GNU.sparse.major": "0",
+        "GNU.sparse.minor": "1",
+        "GNU.sparse.name": name,
+        "GNU.sparse.size": str(size),
+        "GNU.sparse.map": f"{size},0",
+    }
+    return member
+
+
+def test_a_sparse_member_of_terabytes_is_refused(tmp_path: Path) -> None:
+    path = tar(
+        tmp_path / "b.tar.gz", {"router-0/log.txt": TCP.encode()}, sparse("p/log.txt", 2 << 40)
+    )
+    ended = doctor(path, "-o", "json")
+    assert found(ended) == ["PD1004"]
+    assert "sparse" in json.loads(ended.out)["gaps"][0]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
+def test_logs_and_variables_in_the_encodings_of_windows(tmp_path: Path, encoding: str) -> None:
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    for name, text in {
+        "router-0/log.txt": TCP * 100_000 + TCP,
+        "decode-0/env.txt": "NIXL_TELEMETRY_ENABLE=n\n",
+    }.items():
+        path = tmp_path / "b" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes((mark + text).encode(encoding))
+    assert set(found(doctor(tmp_path / "b", "-o", "json"))) == {"PD1004", "PD7502"}
+
+
+@pytest.mark.parametrize("unit", ['{"a":', "a1:", "/a", "["])
+def test_a_line_without_end_in_a_small_file(tmp_path: Path, unit: str) -> None:
+    """Each is slow to search for a pattern that may begin anywhere in it, or deep."""
+    text = unit * 100_000
+    for name, head in {
+        "http/1.txt": "HTTP/1.1 200 OK\n\n",
+        "http/2.txt": "POST /v1/chat/completions\n\n",
+        "commands/1.txt": "$ pdctl status x --json\n",
+        "config.txt": "--kv-transfer-config ",
+        "settings.json": "",
+        "env.txt": "A=",
+    }.items():
+        path = tmp_path / "b" / "decode-0" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(head + text)
+    ended = doctor(tmp_path / "b", "-o", "json")
+    unknown = json.loads(ended.out)["unknown"]
+    assert [each for each in unknown if "the check failed" in each["missing"]] == []
+
+
+def test_numbers_that_are_none(tmp_path: Path) -> None:
+    """Digits without end, and dots where a number should stand, fail no check."""
+    load = "Engine 000: Avg prompt throughput: {0} tokens/s, Running: {0} reqs, Waiting: {0} reqs, "
+    load += "GPU KV cache usage: {0}%, Prefix cache hit rate: {0}%, External prefix cache hit "
+    load += "rate: {0}%\nKV Transfer metrics: Num successful transfers={0}, Avg MB per "
+    load += "transfer={0}, Throughput (MB/s)={0}, Avg number of descriptors={0}\n"
+    load += "turn={0} conversation=none\nFailing {0} request(s) due to KV load failure\n"
+    files = tmp_path / "b" / "decode-0"
+    (files / "http").mkdir(parents=True)
+    numbers = ("9" * 5000, "..", "\u00b2", "\u0663", "1e999")
+    (files / "log.txt").write_text("".join(load.format(each) * 3 for each in numbers))
+    for place, number in enumerate(numbers):
+        usage = '{"usage":{"prompt_tokens":%s,"prompt_tokens_details":{"cached_tokens":%s}}}'
+        (files / "http" / f"{place}.txt").write_text(usage % (number, number))
+    (files / "metrics.txt").write_text(
+        'vllm:cache_config_info{block_size="\u00b2",num_gpu_blocks="\u00b2"} 1\n'
+        "pd_engine_blocks 1e999\nvllm:kv_cache_usage_perc NaN\n"
+    )
+    unknown = json.loads(doctor(tmp_path / "b", "-o", "json").out)["unknown"]
+    assert [each for each in unknown if "the check failed" in each["missing"]] == []

@@ -136,7 +136,7 @@ def state(leg: LegEvidence) -> State | None:
         return None
     try:
         row = json.loads(command.output)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict):
         return None

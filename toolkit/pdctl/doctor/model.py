@@ -68,6 +68,11 @@ DEPLOYMENT = "deployment"
 """The ``leg`` of what belongs to no single leg."""
 
 
+LONGEST_VALUE = 300
+"""Characters of a named group that are kept: no name, address or number is longer."""
+TIME_OF_DAY = re.compile(r"\d\d:\d\d:\d\d\b")
+
+
 @dataclass(frozen=True)
 class Pattern:
     """A line of a log that a check wants to know of.
@@ -76,18 +81,30 @@ class Pattern:
     contains one of the literal texts ``any_of`` (compared byte by byte, case and all): choose ones
     that are rare in a healthy log. ``regex`` is searched in the line without colours; its named
     groups are kept with the hit. Line numbers of source files differ between releases: never
-    match them.
+    match them. ``timed``: the time of day in front of the match is kept as the group "when"; a
+    regex that looked for it would have to try every line from its begin. Not ``counted``: how
+    often each value of a group came is not asked for, as in statistics that are always logged.
     """
 
     name: str
     any_of: tuple[str, ...]
     regex: str | None = None
+    timed: bool = False
+    counted: bool = True
 
     def __post_init__(self) -> None:
         if not self.any_of or not all(len(text) >= 3 for text in self.any_of):
             raise ValueError(f"pattern {self.name}: any_of needs texts of 3 characters or more")
         if self.regex is not None:
             re.compile(self.regex)
+
+    def groups(self, match: re.Match[str]) -> dict[str, str]:
+        """The named groups of a match that took part in it."""
+        named = match.groupdict().items()
+        found = {name: value[:LONGEST_VALUE] for name, value in named if value is not None}
+        if self.timed and (when := TIME_OF_DAY.search(match.string, 0, match.start())):
+            found["when"] = when[0]
+        return found
 
 
 @dataclass(frozen=True)

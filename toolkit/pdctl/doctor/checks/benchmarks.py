@@ -11,13 +11,13 @@ from pdctl.doctor.checks.recompute import BY_SOURCE
 from pdctl.doctor.evidence.facts import Capture, Command, Evidence, LegEvidence
 from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding
 
-_BENCH = re.compile(
+BENCH = re.compile(
     r"bench serve|benchmark_serving|vllm-?bench|genai-perf|aiperf|guidellm|bench_serving"
 )
 _SEED = re.compile(r"--(?:random-)?seed[ =](\S+?)(?=[\s;]|$)")
 
 
-def _commands(evidence: Evidence, regex: re.Pattern[str]) -> list[tuple[LegEvidence, Command]]:
+def bench_commands(evidence: Evidence, regex: re.Pattern[str]) -> list[tuple[LegEvidence, Command]]:
     return [
         (leg, command)
         for leg in evidence.legs
@@ -27,7 +27,7 @@ def _commands(evidence: Evidence, regex: re.Pattern[str]) -> list[tuple[LegEvide
 
 
 def _same_seed(evidence: Evidence) -> Iterator[Answer]:
-    runs = _commands(evidence, _BENCH)
+    runs = bench_commands(evidence, BENCH)
     seeds: Counter[str] = Counter()
     looped = False
     unseeded_runs = 0
@@ -42,7 +42,7 @@ def _same_seed(evidence: Evidence) -> Iterator[Answer]:
         loop = bool(re.search(r"\bfor \w+ in\b|\bwhile\b|seq \d", command.line)) and not varied
         looped = looped or (loop and ("random" in text or bool(fixed)))
         unseeded = not found and "random" in text
-        unseeded_runs += len(_BENCH.findall(text)) if unseeded else 0
+        unseeded_runs += len(BENCH.findall(text)) if unseeded else 0
     looped = looped or unseeded_runs > 1
     if not looped and not any(count > 1 for count in seeds.values()):
         return
@@ -136,7 +136,7 @@ def _no_remote_decode(evidence: Evidence) -> Iterator[Answer]:
 
 
 def _starved_nixlbench(evidence: Evidence) -> Iterator[Answer]:
-    for leg, command in _commands(evidence, re.compile(r"\bnixlbench\b")):
+    for leg, command in bench_commands(evidence, re.compile(r"\bnixlbench\b")):
         text = f"{command.line}\n{command.output}"
         settings = re.findall(
             r"--(?:enable_pt[ =](?:0|false)|max_batch_size[ =]1\b|num_threads[ =]1\b"
@@ -161,7 +161,9 @@ def _starved_nixlbench(evidence: Evidence) -> Iterator[Answer]:
 
 
 def _no_conversation_id(evidence: Evidence) -> Iterator[Answer]:
-    for leg, command in _commands(evidence, re.compile(r"benchmark_serving_multi_turn|multi_turn")):
+    for leg, command in bench_commands(
+        evidence, re.compile(r"benchmark_serving_multi_turn|multi_turn")
+    ):
         if "multi_turn" in command.line and "--send-conversation-id" not in command.line:
             yield Finding(
                 leg.name,
@@ -175,7 +177,7 @@ def _no_conversation_id(evidence: Evidence) -> Iterator[Answer]:
 
 
 def _local_cache(evidence: Evidence) -> Iterator[Answer]:
-    measured = _commands(evidence, re.compile(r"bench|sweep|--stats-json-output"))
+    measured = bench_commands(evidence, re.compile(r"bench|sweep|--stats-json-output"))
     for leg in evidence.role("prefill"):
         if not leg.metrics or not measured:
             continue
@@ -197,85 +199,6 @@ def _local_cache(evidence: Evidence) -> Iterator[Answer]:
                 "the conversation.",
                 severity="warning",
             )
-
-
-_LOAD = re.compile(
-    r"--(?:max-)?(?:concurrency|num-clients|request-rate|num-prompts)[ =](\S+?)(?=[\s;]|$)"
-)
-_ARM = re.compile(
-    r"(?i)(?:\b|_)(?:leg|bidir|label|arm|mode)[ =](on|off|true|false)\b|\b(on|off)\.json"
-)
-
-
-_SERVER = re.compile(r"--(?:base-url|url|endpoint-url|target)[ =](\S+)")
-
-
-def _unequal_servers(evidence: Evidence) -> Iterator[Finding]:
-    """Two servers, each measured under loads that the other never saw."""
-    loads: dict[str, set[tuple[str, ...]]] = {}
-    shown: list[tuple[str, Excerpt]] = []
-    for leg, command in _commands(evidence, _BENCH):
-        server, load = _SERVER.search(command.line), tuple(_LOAD.findall(command.line))
-        if server and load and not any("$" in each for each in (server[1], *load)):
-            loads.setdefault(server[1], set()).add(load)
-            shown.append((leg.name, command.excerpt))
-    if len(loads) != 2:
-        return
-    first, second = loads.values()
-    if not first & second:
-        yield Finding(
-            shown[0][0],
-            "likely",
-            (shown[0][1], shown[-1][1]),
-            f"The two servers ({', '.join(loads)}) were measured under different load: no run of "
-            "one has the clients, rate and prompts of a run of the other.",
-            "Run both arms with the same clients, rate and prompts, in turn (pdctl bench does).",
-            severity="warning",
-        )
-
-
-def _unequal_load(evidence: Evidence) -> Iterator[Answer]:
-    arms: dict[str, tuple[tuple[str, ...], str, Excerpt]] = {}
-    for leg, command in _commands(evidence, re.compile(r"bench|sweep|aiperf|guidellm")):
-        for part in re.split(r"[;\n]|&&", f"{command.line}\n{command.output}"):
-            arm, load = _ARM.search(part), _LOAD.findall(part)
-            if arm and load:
-                on = (arm[1] or arm[2]).lower() in ("on", "true")
-                arms.setdefault("on" if on else "off", (tuple(load), leg.name, command.excerpt))
-    if not arms:
-        yield from _unequal_servers(evidence)
-    if len(arms) == 2 and arms["on"][0] != arms["off"][0]:
-        yield Finding(
-            arms["on"][1],
-            "certain",
-            (arms["on"][2],),
-            f"ON and OFF were measured under different load ({'/'.join(arms['on'][0])} against "
-            f"{'/'.join(arms['off'][0])}): their times cannot be compared.",
-            "Run both arms with the same clients, rate and prompts, in turn (pdctl bench does).",
-            severity="warning",
-        )
-
-
-_PROMPTS = re.compile(r"(?:--num-prompts[ =]|Successful requests:\s+)(\d+)")
-_CLIENTS = re.compile(r"(?:--(?:max-)?concurrency[ =]|Maximum request concurrency:\s+)(\d+)")
-
-
-def _too_few(evidence: Evidence) -> Iterator[Answer]:
-    for leg, command in _commands(evidence, _BENCH):
-        text = f"{command.line}\n{command.output[:20_000]}"
-        prompts, clients = _PROMPTS.search(text), _CLIENTS.search(text)
-        if prompts and clients and int(prompts[1]) < 4 * int(clients[1]):
-            yield Finding(
-                leg.name,
-                "likely",
-                (command.excerpt,),
-                f"{prompts[1]} requests for {clients[1]} clients: the start, when all ask at once, "
-                "and the end, when few are left, are most of the measurement.",
-                "Send at least ten requests per client and leave out the first of each "
-                "(pdctl bench does).",
-                severity="warning",
-            )
-            return
 
 
 CHECKS = (
@@ -325,24 +248,6 @@ CHECKS = (
         _no_conversation_id,
         needs=("commands",),
         explains=("PD5501",),
-    ),
-    Check(
-        "PD9007",
-        "ON and OFF under different load",
-        Category.BENCHMARK_METHOD,
-        "warning",
-        "unequal-load",
-        _unequal_load,
-        needs=("commands",),
-    ),
-    Check(
-        "PD9008",
-        "Too few requests per client",
-        Category.BENCHMARK_METHOD,
-        "warning",
-        "too-few-requests",
-        _too_few,
-        needs=("commands",),
     ),
     Check(
         "PD9006",

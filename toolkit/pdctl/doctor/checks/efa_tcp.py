@@ -117,7 +117,40 @@ def _libfabric_tcp(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
+EFA_RAIL = Pattern(
+    "efa-rail",
+    ("Created rail",),
+    r"Created rail \d+ \(device=(?P<device>[^,)]{1,100}), provider=efa",
+)
+_GPU = re.compile(r"(?m)^\s*GPU \d+: ")
+_LIMIT = r"(?m)^\s*[\w.]{0,40}\b%s[\"']?\s*[:=]\s*[\"']?(\d{1,4})\b"
+
+
+def _fewer_than_gpus(evidence: Evidence) -> Iterator[Finding]:
+    """Devices that NIXL made rails of, or that the pod asks for, against the leg's GPUs."""
+    for leg in evidence.engines:
+        hits = leg.hits.get(EFA_RAIL.name)
+        text = leg.config.text if leg.config else ""
+        asked = re.search(_LIMIT % r"vpc\.amazonaws\.com/efa", text)
+        limit = re.search(_LIMIT % r"nvidia\.com/gpu", text)
+        listed = leg.command("^nvidia-smi -L")
+        gpus = len(_GPU.findall(listed.output)) if listed else int(limit[1]) if limit else 0
+        devices = len(hits.values.get("device", ())) if hits else int(asked[1]) if asked else 0
+        if devices and devices < gpus:
+            shown = (Excerpt(f"{leg.name}/config.txt", asked[0].strip()),) if asked else ()
+            yield Finding(
+                leg.name,
+                "likely",
+                (*shown, *(hits.excerpts[:2] if hits else ())),
+                f"The leg has {gpus} GPUs and {devices} EFA interfaces: some GPUs have no "
+                "interface of their own, and all share the bandwidth of few.",
+                "Request as many interfaces as the instance has for these GPUs "
+                "(vpc.amazonaws.com/efa; two per GPU on P5en), in resources.limits of the pod.",
+            )
+
+
 def _fewer_rails(evidence: Evidence) -> Iterator[Answer]:
+    yield from _fewer_than_gpus(evidence)
     fallback: Seen = seen(evidence, TOPOLOGY_FALLBACK)
     if fallback and not tcp_is_meant(evidence):
         yield Finding(
@@ -177,6 +210,6 @@ CHECKS = (
         "rails-not-local",
         _fewer_rails,
         needs=("log",),
-        patterns=(TOPOLOGY_FALLBACK, NCCL_PROVIDER, *LOG_SETTINGS),
+        patterns=(TOPOLOGY_FALLBACK, NCCL_PROVIDER, EFA_RAIL, *LOG_SETTINGS),
     ),
 )

@@ -29,17 +29,19 @@ NO_ANSWER = Pattern(
         "Name or service not known",
         "Temporary failure in name resolution",
     ),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400})?(?:zmq\.error\.Again|handshake timed out"
+    r"zmq\.error\.Again|handshake timed out"
     r"|(?i:side[ -]channel.{0,400}(?:refused|timed? ?out|unreachable|no route))"
     r"|(?P<alone>KVPoll\.Bootstrapping"
     r"|(?i:bootstrap (?:server|failed|connection)\b.{0,400}"
     r"(?:timed out|refused|failed to connect)))"
-    r"|(?P<name>Name or service not known|Temporary failure in name resolution))",
+    r"|(?P<name>Name or service not known|Temporary failure in name resolution)",
+    timed=True,
 )
 LISTENING = Pattern(
     "side-channel-listening",
     ("Starting listening on path",),
-    r"(?P<when>\d\d:\d\d:\d\d)\b.{0,400}Starting listening on path",
+    r"Starting listening on path",
+    timed=True,
 )
 LISTENER_DIED = Pattern(
     "handshake-listener-died",

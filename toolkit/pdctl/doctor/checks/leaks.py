@@ -18,9 +18,9 @@ PUSH_TIMEOUT = Pattern(
 WAITING_FOR_REMOTE = Pattern(
     "waiting-for-remote-kv",
     ("still in WAITING_FOR_REMOTE_KVS", "KVPoll.WaitingForInput"),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,200})?\b(?P<request>\S+) is still in "
-    r"WAITING_FOR_REMOTE_KVS"
+    r"\b(?P<request>\S{1,200}) is still in WAITING_FOR_REMOTE_KVS"
     r"|(?P<gave_up>timed out after .{0,400} in KVPoll\.WaitingForInput)",
+    timed=True,
 )
 DEFERRED_LINE = Pattern(
     "deferred-requests",
@@ -30,8 +30,10 @@ DEFERRED_LINE = Pattern(
 LOAD_LINE = Pattern(
     "engine-load",
     ("KV cache usage:",),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,300})?Running: (?P<running>\d+) reqs"
-    r".{0,60}Waiting: (?P<waiting>\d+) reqs.{0,120}KV cache usage: (?P<usage>[\d.]+)%",
+    r"Running: (?P<running>\d+) reqs.{0,60}?Waiting: (?P<waiting>\d+) reqs"
+    r".{0,120}?KV cache usage: (?P<usage>\d+(?:\.\d+)?)%",
+    timed=True,
+    counted=False,
 )
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"

@@ -113,7 +113,7 @@ def _old_libfabric(evidence: Evidence) -> Iterator[Answer]:
         )
 
 
-_UCP = re.compile(r"/\S*libucp\S*")
+_UCP = re.compile(r"/\S{0,300}libucp\S*")
 
 
 def _two_ucx(evidence: Evidence) -> Iterator[Answer]:

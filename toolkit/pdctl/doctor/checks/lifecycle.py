@@ -18,7 +18,17 @@ from pdctl.doctor.checks.lines import (
 from pdctl.doctor.checks.reading import Seen, any_seen, seen
 from pdctl.doctor.checks.settings import LOG_SETTINGS, settings
 from pdctl.doctor.evidence.facts import Evidence
-from pdctl.doctor.model import DEPLOYMENT, Answer, Category, Check, Excerpt, Finding, Pattern
+from pdctl.doctor.model import (
+    DEPLOYMENT,
+    TIME_OF_DAY,
+    Answer,
+    Category,
+    Check,
+    Excerpt,
+    Finding,
+    More,
+    Pattern,
+)
 
 STALE_QUEUE_PAIR = Pattern(
     "stale-queue-pair",
@@ -36,8 +46,9 @@ SHUTDOWN = Pattern(
         "Stopping container",
         "Killing container",
     ),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400})?(?:force killing remaining processes"
-    r"|(?i:received (?:signal )?SIGTERM)|Shutting down|(?:Stopping|Killing) container)",
+    r"force killing remaining processes"
+    r"|(?i:received (?:signal )?SIGTERM)|Shutting down|(?:Stopping|Killing) container",
+    timed=True,
 )
 TOGETHER_SECONDS = 180
 """Log lines further apart than this have nothing to do with each other."""
@@ -105,6 +116,35 @@ def _stale_agent(evidence: Evidence) -> Iterator[Answer]:
     )
 
 
+CRASH_IN_METADATA = Pattern(
+    "crash-in-remote-metadata",
+    ("loadRemoteMD", "loadRemoteConnInfo"),
+    r"loadRemote(?:MD|ConnInfo)",
+)
+SEGFAULT = Pattern(
+    "segfault",
+    ("egfault encountered", "SIGSEGV", "egmentation fault"),
+    r"(?i)segfault encountered|SIGSEGV|segmentation fault",
+)
+
+
+def _crash_in_metadata(evidence: Evidence) -> Iterator[Answer]:
+    where, crash = seen(evidence, CRASH_IN_METADATA), seen(evidence, SEGFAULT)
+    restarted = restarted_peer(evidence)
+    if where and crash:
+        yield Finding(
+            crash.leg,
+            "certain" if restarted else "likely",
+            (*crash.excerpts[:1], *where.excerpts[:1], *restarted[:1]),
+            "The engine crashed while it took in the metadata of a peer that was started anew: "
+            "what it held of the peer's predecessor (agent, endpoints) is stale, and NIXL up to "
+            "1.3 does not survive that.",
+            "Upgrade NIXL with vLLM (the set that vLLM pins). Until then restart the peers of a "
+            "leg with it (pdctl down, pdctl up), and take a leg out of the router before it is "
+            "restarted.",
+        )
+
+
 def _together(first: Seen, second: Seen) -> bool:
     """Whether two symptoms came at about the same time of day, as far as lines tell it."""
 
@@ -123,12 +163,12 @@ def _stopped(evidence: Evidence, role: str) -> Seen:
     if own := seen(evidence, SHUTDOWN, role):
         return own
     told = evidence.text(
-        rf"(?:(?P<when>\d\d:\d\d:\d\d)\b.{{0,200}})?\b{role}\S*.{{0,200}}"
-        r"(?i:(?:stopping|killing) container|SIGKILL|SIGTERM)",
+        rf"\b{role}.{{0,200}}(?i:(?:stopping|killing) container|SIGKILL|SIGTERM)",
         "commands",
         roles=(DEPLOYMENT,),
     )
-    when = Counter(each.match["when"] for each in told if each.match["when"])
+    before = (TIME_OF_DAY.search(each.match.string, 0, each.match.start()) for each in told)
+    when = Counter(match[0] for match in before if match)
     excerpts = tuple(each.excerpt for each in told[:3])
     names = tuple(leg.name for leg in evidence.role(role)) or (DEPLOYMENT,)
     return Seen(len(told), excerpts, names if told else (), {"when": when} if when else {})
@@ -198,7 +238,16 @@ CHECKS = (
             TRANSFER_FAILURE,
             *LOG_SETTINGS,
         ),
-        explains=("PD1013", "PD1015", "PD2006", "PD2007", "PD2009", "PD4511", "PD6507"),
+        explains=(
+            "PD1013",
+            "PD1015",
+            "PD2006",
+            "PD2007",
+            "PD2009",
+            "PD4511",
+            "PD6507",
+            "PD8505",
+        ),
     ),
     Check(
         "PD8502",
@@ -234,3 +283,5 @@ CHECKS = (
         explains=("PD2005", "PD2009"),
     ),
 )
+
+MORE = (More("PD8501", _crash_in_metadata, ("log",), (CRASH_IN_METADATA, SEGFAULT)),)

@@ -10,9 +10,10 @@ TRANSFER_FAILURE = Pattern(
         "KVTransferError",
         "transfer failed for",
     ),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400})?(?:NIXL transfer failure: (?P<type>\w+)"
+    r"(?:NIXL transfer failure: (?P<type>\w+)"
     r"|Handshake failed for request (?P<id>\S+)|nixl transfer failed|KVTransferError)"
     r"(?:.{0,400}?'engine_id': '(?P<own>[^']+)')?(?:.{0,400}?'remote_host': '(?P<host>[^']+)')?",
+    timed=True,
 )
 ENGINE_ID_MISMATCH = Pattern(
     "engine-id-mismatch",
@@ -32,9 +33,9 @@ UNDECODABLE = Pattern(
 EXPIRED_RELEASE = Pattern(
     "expired-release",
     ("Releasing expired KV blocks",),
-    r"(?:(?P<when>\d\d:\d\d:\d\d)\b.{0,400}"
-    r")?Releasing expired KV blocks for request (?P<request>\S+) "
+    r"Releasing expired KV blocks for request (?P<request>\S+) "
     r"which were retrieved by (?P<readers>\d+) ",
+    timed=True,
 )
 UNRECOGNISED_READ = Pattern(
     "unrecognised-read",
@@ -102,7 +103,8 @@ OUT_OF_MEMORY_KILL = Pattern(
 KV_TRANSFER_METRICS = Pattern(
     "kv-transfer-metrics",
     ("KV Transfer metrics:",),
-    r"Num successful transfers=(?P<transfers>\d+).{0,400}?Avg MB per transfer=(?P<mb>[\d.]+)"
-    r".{0,400}?Throughput \(MB/s\)=(?P<rate>[\d.]+)"
-    r"(?:.{0,400}?Avg number of descriptors=(?P<descriptors>[\d.]+))?",
+    r"Num successful transfers=(?P<transfers>\d+).{0,400}?Avg MB per transfer=(?P<mb>\d+(?:\.\d+)?)"
+    r".{0,400}?Throughput \(MB/s\)=(?P<rate>\d+(?:\.\d+)?)"
+    r"(?:.{0,400}?Avg number of descriptors=(?P<descriptors>\d+(?:\.\d+)?))?",
+    counted=False,
 )

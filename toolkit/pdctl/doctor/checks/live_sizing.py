@@ -17,7 +17,7 @@ def capacity_of(leg: LegEvidence, evidence: Evidence) -> tuple[int, Excerpt] | N
     if leg.metrics:
         blocks = leg.metrics.label(name, "num_gpu_blocks")
         block = leg.metrics.label(name, "block_size")
-        if blocks and block and blocks.isdigit() and block.isdigit():
+        if blocks and block and blocks.isdecimal() and block.isdecimal():
             shown = {"block_size": block, "num_gpu_blocks": blocks}
             return int(blocks) * int(block), leg.metrics.excerpt(name, **shown)
         own = leg.metrics.value(telemetry.ENGINE_BLOCKS.name)

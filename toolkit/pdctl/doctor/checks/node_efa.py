@@ -170,7 +170,8 @@ def _memlock(evidence: Evidence) -> Iterator[Answer]:
         if found and found[0] != UNLIMITED and int(found[0]) < _MEMLOCK_BYTES:
             yield Finding(
                 leg.name,
-                "certain",
+                # Nothing has failed of it yet.
+                "likely",
                 (Excerpt(found[1].source, f"Max locked memory {found[0]}"),),
                 f"The process may lock {int(found[0]) >> 10} KiB of memory; registering KV "
                 "buffers for EFA needs all of them locked.",

@@ -43,9 +43,8 @@ def seen(evidence: Evidence, pattern: Pattern, *roles: str) -> Seen:
     found = evidence.text(regex, "commands", "http", roles=roles)
     values = {group: Counter(counts) for group, counts in hits.values.items()}
     for each in found:
-        for group, value in each.match.groupdict().items():
-            if value is not None:
-                values.setdefault(group, Counter())[value] += 1
+        for group, value in pattern.groups(each.match).items():
+            values.setdefault(group, Counter())[value] += 1
     return Seen(
         hits.count + len(found),
         (*hits.excerpts, *(each.excerpt for each in found))[:3],

@@ -18,12 +18,12 @@ _WHOSE = r"(?:owner|stored_by|owned_by|belongs_to|created_by)"
 CLAIM = Pattern(
     "claim-across-tenants",
     ("owner", "stored_by", "owned_by", "belongs_to", "created_by"),
-    rf"(?i)\b{_WHO}{_IS}(?P<who>[\w.@/-]+).{{0,400}}\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+)",
+    rf"(?i)\b{_WHO}{_IS}(?P<who>[\w.@/-]{{1,100}}).{{0,400}}\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+)",
 )
 CLAIM_REVERSED = Pattern(
     "claim-across-tenants-reversed",
     CLAIM.any_of,
-    rf"(?i)\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]+).{{0,400}}\b{_WHO}{_IS}(?P<who>[\w.@/-]+)",
+    rf"(?i)\b{_WHOSE}{_IS}(?P<whose>[\w.@/-]{{1,100}}).{{0,400}}\b{_WHO}{_IS}(?P<who>[\w.@/-]+)",
 )
 DEVELOPMENT = Pattern(
     "development-endpoints", ("Development endpoints are enabled",), r"Development endpoints"

@@ -28,6 +28,9 @@ BAD_ADDRESS = Pattern(
     ("Invalid argument (addr=", "make_zmq_path", "Protocol not supported (addr="),
     r"Invalid argument \(addr=['\"](?P<address>[^'\"]+)",
 )
+UNRESOLVED = Pattern(
+    "name-does-not-resolve", ("Name or service not known", "Temporary failure in name resolution")
+)
 NOT_MY_ADDRESS = Pattern(
     "side-channel-address-foreign",
     ("Cannot assign requested address", "No such device (addr=", "EADDRNOTAVAIL"),
@@ -169,7 +172,8 @@ def _malformed(evidence: Evidence) -> Iterator[Answer]:
 
 def _foreign_address(evidence: Evidence) -> Iterator[Answer]:
     found = seen(evidence, NOT_MY_ADDRESS)
-    if found:
+    # A peer's name that does not resolve reads alike; that is PD2005.
+    if found and not seen(evidence, UNRESOLVED):
         host = setting(evidence, "side_host", "prefill", "decode")
         yield Finding(
             found.leg,
@@ -214,7 +218,7 @@ CHECKS = (
         _malformed,
         needs=("log|http",),
         patterns=(BAD_ADDRESS,),
-        explains=("PD2005", "PD2009", "PD4510"),
+        explains=("PD2005", "PD2008", "PD2009", "PD4510"),
     ),
     Check(
         "PD2011",
@@ -224,7 +228,7 @@ CHECKS = (
         "side-channel-address-foreign",
         _foreign_address,
         needs=("log|commands",),
-        patterns=(NOT_MY_ADDRESS, *LOG_SETTINGS),
-        explains=("PD2005", "PD2009", "PD8505", "PD8560"),
+        patterns=(NOT_MY_ADDRESS, UNRESOLVED, *LOG_SETTINGS),
+        explains=("PD2005", "PD2008", "PD2009", "PD8505", "PD8560"),
     ),
 )

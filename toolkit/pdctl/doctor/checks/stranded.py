@@ -150,6 +150,19 @@ def _stranded(evidence: Evidence) -> Iterator[Answer]:
         return
     read = seen(evidence, UNRECOGNISED_READ, "prefill")
     strangers = set(read.counts("request")) - unread
+    if renamed := _renamed(strangers, unread):
+        yield Finding(
+            released.leg,
+            "certain",
+            (*read.excerpts[:1], *released.excerpts[:1]),
+            f"Decode reports its reads under other ids than prefill gave out ({renamed[0]} for "
+            f"{renamed[1]}): prefill does not know them, so every block that decode has read stays "
+            "until its time is over, and prefill fills up while it has nothing to do.",
+            "Upgrade vLLM on both legs (reports of MLA models with unequal tensor parallel sizes "
+            "and of routers that rename requests), or give both roles the same "
+            "--tensor-parallel-size; let the router pass X-Request-Id on unchanged.",
+        )
+        return
     for leg in evidence.role("prefill"):
         idle = idle_usage(leg)
         if strangers and leg.name in read.legs and idle and idle >= 0.05 and leg.metrics:
@@ -177,6 +190,16 @@ def _crash_on_release(evidence: Evidence) -> Iterator[Answer]:
             "Upgrade vLLM (0.11 or later); until then raise the time to live so that nothing "
             "expires, and restart the leg.",
         )
+
+
+def _renamed(read: set[str], given: set[str]) -> tuple[str, str] | None:
+    """An id that was read and one that was given out which differ in their last part alone."""
+    by_base = {each.rpartition("-")[0]: each for each in given if "-" in each}
+    for stranger in sorted(read):
+        base = stranger.rpartition("-")[0]
+        if len(base) >= 6 and re.search(r"\d", base) and base in by_base:
+            return stranger, by_base[base]
+    return None
 
 
 CHECKS = (

@@ -135,8 +135,21 @@ def _all_at_once(leg: LegEvidence) -> Excerpt | None:
     return None
 
 
+_ZIPPED = re.compile(r"(?im)^content-encoding:\s*(?:gzip|br|deflate|zstd)\b")
+
+
+def _compressed(leg: LegEvidence) -> Excerpt | None:
+    """An event stream that somebody on its way has compressed; engines never do."""
+    for capture in leg.http:
+        zipped = _ZIPPED.search(capture.text)
+        if zipped and "text/event-stream" in capture.text:
+            return Excerpt(capture.source, f"text/event-stream, {zipped[0].strip()}")
+    return None
+
+
 def _buffered(evidence: Evidence) -> Iterator[Answer]:
     late = [(leg.name, shown) for leg in evidence.legs if (shown := _all_at_once(leg))]
+    late += [(leg.name, shown) for leg in evidence.legs if (shown := _compressed(leg))]
     stated = [
         (leg.name, Excerpt(f"{leg.name}/config.txt", match[0].strip()))
         for leg in evidence.legs

@@ -41,7 +41,7 @@ _NOT_UCX_OWN = re.compile(
 def _named_but_absent(evidence: Evidence) -> Iterator[Answer]:
     """UCX_NET_DEVICES against what the node lists."""
     for leg in evidence.legs:
-        named = re.findall(r"[\w.-]+(?=:\d)", leg.variable("UCX_NET_DEVICES") or "")
+        named = re.findall(r"[\w.-]{1,100}(?=:\d)", leg.variable("UCX_NET_DEVICES") or "")
         listed = next(
             (
                 command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import tarfile
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pdctl.doctor.evidence.scan import Stream
-from pdctl.doctor.evidence.text import printable
+from pdctl.doctor.evidence.text import UTF16_MARKS, printable
 from pdctl.errors import PdctlError
 
 _GZIP = b"\x1f\x8b"
@@ -93,9 +94,26 @@ class _Plain:
         return data
 
 
+class _Utf8:
+    """A text as UTF-8, whether it is that or UTF-16 with a mark (as PowerShell's ``>`` writes)."""
+
+    def __init__(self, stream: Stream):
+        self._stream = stream
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._begun = False
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._stream.read(size)
+        if not self._begun and data.startswith(UTF16_MARKS):
+            self._decoder = codecs.getincrementaldecoder("utf-16")("replace")
+        self._begun = True
+        return self._decoder.decode(data, not data).encode() if self._decoder else data
+
+
 def unzipped(entry: Entry) -> Stream:
     """The content of a log, expanded when its name says that it is compressed."""
-    return _Expanded(entry.stream) if entry.name.endswith(".gz") else entry.stream
+    packed = entry.name.endswith(".gz")
+    return _Utf8(_Expanded(entry.stream) if packed else entry.stream)
 
 
 def open_tar(path: Path, gaps: list[str]) -> Iterator[Entry]:
@@ -128,6 +146,10 @@ def open_tar(path: Path, gaps: list[str]) -> Iterator[Entry]:
 
 def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, gaps: list[str]) -> Iterator[Entry]:
     if member.isdir():
+        return
+    if member.issparse():
+        # A few bytes may stand for terabytes of zeros.
+        gaps.append(f"{printable(member.name)[:200]}: refused, it is sparse (pack it without -S)")
         return
     stream = archive.extractfile(member) if member.isreg() else None
     if stream is None:

@@ -34,7 +34,7 @@ from pdctl.doctor.evidence.small import (
     parse_settings,
     parse_versions,
 )
-from pdctl.doctor.evidence.text import printable
+from pdctl.doctor.evidence.text import decoded, printable, tame
 from pdctl.doctor.model import DEPLOYMENT, Pattern
 from pdctl.errors import PdctlError
 from pdctl.plan import plan
@@ -153,7 +153,7 @@ class _Bundle:
             return ""
         if len(data) > SMALL_BYTES:
             self.gaps.append(f"{entry.name}: only its first {SMALL_BYTES >> 20} MiB were read")
-        return printable(data[:SMALL_BYTES].decode(errors="replace"))
+        return tame(decoded(data[:SMALL_BYTES]))
 
     def _log(self, leg: str, entry: Entry) -> None:
         texts = self._leg(leg)

@@ -111,7 +111,7 @@ def gpu_paths(leg: LegEvidence) -> dict[str, list[str]]:
 
 
 def _paths(command: Command) -> dict[str, list[str]]:
-    links = re.findall(r"(\S+) -> (\S+)", command.output)
+    links = re.findall(r"(\S{1,300}) -> (\S+)", command.output)
     return {name: _ADDRESS.findall(target) for name, target in links}
 
 
@@ -133,7 +133,7 @@ def missing_libraries(commands: Iterable[Command]) -> list[tuple[str, str, Comma
             continue
         for line in command.output.splitlines():
             absent = re.search(r"^\s*(\S+) => not found", line)
-            old = re.search(r"(\S+): version [`'](\S+)' not found", line)
+            old = re.search(r"(\S{1,300}): version [`'](\S+)' not found", line)
             if absent:
                 found.append((plugin[1], absent[1], command))
             elif old:

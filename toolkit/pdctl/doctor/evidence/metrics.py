@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -89,6 +90,8 @@ def _samples(line: str) -> list[tuple[tuple[str, Labels], float]]:
     labels = tuple(sorted(_LABEL.findall(match["labels"] or "")))
     texts = [match["value"], *_ARROW.findall(match["rest"])]
     try:
-        return [((match["name"], labels), float(text)) for text in texts]
+        values = [float(text) for text in texts]
     except ValueError:
         return []
+    # What is not a number, or no finite one, is no data.
+    return [((match["name"], labels), value) for value in values if math.isfinite(value)]

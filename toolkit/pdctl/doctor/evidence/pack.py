@@ -14,7 +14,7 @@ import ahocorasick_rs
 import yaml
 
 from pdctl.doctor.evidence import redact
-from pdctl.doctor.evidence.live import Collected
+from pdctl.doctor.evidence.processes import Collected
 from pdctl.errors import PdctlError
 
 CHUNK_BYTES = 1 << 20

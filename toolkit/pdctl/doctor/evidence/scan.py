@@ -16,11 +16,13 @@ import ahocorasick_rs
 
 from pdctl.doctor.evidence.facts import KEPT_HITS, KEPT_VALUES, Hit, Hits, add
 from pdctl.doctor.evidence.text import printable
-from pdctl.doctor.model import Pattern
+from pdctl.doctor.model import LONGEST_VALUE, TIME_OF_DAY, Pattern
 
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 16
 """Of a longer line only the part around a literal text is matched."""
+MOST_PARTS = 64
+"""Parts of one endless line that are matched."""
 SHOWN_CHARACTERS = 2000
 _MOST_COMBINATIONS = 10_000
 
@@ -87,13 +89,16 @@ class Scanner:
 class _Tally:
     """What one log holds of one pattern, as cheaply as a line can be counted."""
 
-    __slots__ = ("count", "first", "last", "values")
+    __slots__ = ("count", "first", "last", "pattern", "times", "values")
 
-    def __init__(self, groups: tuple[tuple[str, int], ...]):
+    def __init__(self, pattern: Pattern, groups: tuple[tuple[str, int], ...]):
+        self.pattern = pattern
         self.count = 0
         self.first: list[tuple[int, re.Match[str]]] = []
         self.last: deque[tuple[int, re.Match[str]]] = deque(maxlen=KEPT_HITS)
-        self.values: list[tuple[str, int, dict[str, int]]] = [(n, g, {}) for n, g in groups]
+        counted = groups if pattern.counted else ()
+        self.values: list[tuple[str, int, dict[str, int]]] = [(n, g, {}) for n, g in counted]
+        self.times: dict[str, int] | None = {} if pattern.timed and pattern.counted else None
 
     def add(self, line: int, match: re.Match[str]) -> None:
         self.count += 1
@@ -101,20 +106,27 @@ class _Tally:
             self.first.append((line, match))
         self.last.append((line, match))
         for _, group, counts in self.values:
-            value = match[group]
-            if value is None:
-                continue
-            if value in counts:
-                counts[value] += 1
-            elif len(counts) < KEPT_VALUES:
-                counts[value] = 1
+            if (value := match[group]) is not None:
+                _count(counts, value[:LONGEST_VALUE])
+        if self.times is not None and (when := TIME_OF_DAY.search(match.string, 0, match.start())):
+            _count(self.times, when[0])
 
     def hits(self, leg: str, source: str) -> Hits:
         def made(kept: Iterable[tuple[int, re.Match[str]]]) -> list[Hit]:
-            return [Hit(leg, source, line, _around(match), _named(match)) for line, match in kept]
+            groups = self.pattern.groups
+            return [Hit(leg, source, line, _around(match), groups(match)) for line, match in kept]
 
-        values = {name: Counter(counts) for name, _, counts in self.values if counts}
+        counted = [(name, counts) for name, _, counts in self.values]
+        counted.append(("when", self.times or {}))
+        values = {name: Counter(counts) for name, counts in counted if counts}
         return Hits(self.count, made(self.first), made(self.last), values)
+
+
+def _count(counts: dict[str, int], value: str) -> None:
+    if value in counts:
+        counts[value] += 1
+    elif len(counts) < KEPT_VALUES:
+        counts[value] = 1
 
 
 class _Reading:
@@ -125,6 +137,8 @@ class _Reading:
         self._tallies: dict[int, _Tally] = {}
         self._rest = b""
         self._line = 1
+        self._long_line = 0
+        self._parts = 0
 
     def feed(self, chunk: bytes) -> None:
         data = self._rest + chunk if self._rest else chunk
@@ -150,7 +164,7 @@ class _Reading:
         texts: tuple[int, ...] = ()
         for text, start, _ in self._scanner.look(data):
             if start < stop:
-                if text not in texts:
+                if texts and text not in texts:
                     texts = (*texts, text)
                 continue
             if texts:
@@ -162,11 +176,20 @@ class _Reading:
             stop = data.find(b"\n", start)
             stop = len(data) if stop < 0 else stop
             if stop - begin > LONGEST_LINE:
+                if self._is_garbage(line):
+                    texts = ()
+                    continue
                 begin = max(begin, start - LONGEST_LINE // 2)
                 stop = min(stop, start + LONGEST_LINE // 2)
         if texts:
             self._match(data[begin:stop], line, texts)
         self._line = line + data.count(b"\n", counted)
+
+    def _is_garbage(self, line: int) -> bool:
+        """Whether enough was matched of an endless line."""
+        self._parts = self._parts + 1 if line == self._long_line else 0
+        self._long_line = line
+        return self._parts >= MOST_PARTS
 
     def _match(self, raw: bytes, line: int, texts: tuple[int, ...]) -> None:
         text = printable(raw.decode(errors="replace"))
@@ -175,12 +198,9 @@ class _Reading:
             if match := scanner.regexes[number].search(text):
                 tally = tallies.get(number)
                 if tally is None:
-                    tally = tallies[number] = _Tally(scanner.groups[number])
+                    tally = _Tally(scanner.patterns[number], scanner.groups[number])
+                    tallies[number] = tally
                 tally.add(line, match)
-
-
-def _named(match: re.Match[str]) -> dict[str, str]:
-    return {key: value for key, value in match.groupdict().items() if value is not None}
 
 
 def _around(match: re.Match[str]) -> str:
