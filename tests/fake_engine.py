@@ -143,6 +143,8 @@ class FakeEngine:
         self.reads_fail = False
         self.says_ids: list[int] | None = None
         self.released_turns: list[str] = []
+        self.renewals: list[str] = []
+        self.lease_faults = 0
         self.tokenized: list[dict[str, Any]] = []
         self.cached: list[str] = []
         self.margin = self._margin
@@ -169,6 +171,7 @@ class FakeEngine:
             app.router.add_post("/tokenize", self._tokenize)
             app.router.add_get("/metrics", self._metrics)
             app.router.add_post("/pd/leases", self._leases)
+            app.router.add_get("/fake/left/{turn}", self._left)
             self._session = aiohttp.ClientSession()
             app.router.add_route("*", "/{path:.*}", self._other)
             self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
@@ -312,7 +315,7 @@ class FakeEngine:
             if not proven:
                 self._tell_released(params)
                 return 0, "history_changed"
-        if params["remote_blocks_expiry_time"] - time.perf_counter() < self.margin:
+        if await self._seconds_left(params) < self.margin:
             if self.stock:
                 raise EngineFailure("Internal server error")
             return 0, "expired"
@@ -320,6 +323,20 @@ class FakeEngine:
         if not prompt.startswith(tokens):
             self.violations.append("prefill read blocks of other tokens than its prompt's")
         return min(len(tokens), len(prompt) - 1), "hit"
+
+    async def _seconds_left(self, params: dict[str, Any]) -> float:
+        """Of a turn that decode may have renewed since it made the handle; a stock prefill has
+        the handle alone to tell."""
+        left = params["remote_blocks_expiry_time"] - time.perf_counter()
+        if left >= self.margin or self.stock or self._session is None:
+            return float(left)
+        url = f"http://127.0.0.1:{params['remote_port']}/fake/left/{params['remote_request_id']}"
+        async with self._session.get(url) as answer:
+            return float(await answer.text())
+
+    async def _left(self, request: web.Request) -> web.Response:
+        blocks = self.blocks.get(request.match_info["turn"])
+        return web.Response(text=str(blocks.deadline - time.perf_counter() if blocks else -1))
 
     async def _read(self, params: dict[str, Any]) -> str:
         if not params.keys() >= HANDLE_KEYS:
@@ -482,10 +499,20 @@ class FakeEngine:
         self.lease_posts += 1
         if not self.leases:
             return web.Response(status=404)
+        if self.lease_faults:
+            self.lease_faults -= 1
+            return web.Response(status=503)
         body = await request.json()
-        for turn in body["release"]:
+        for turn in body.get("release", ()):
             self._release(turn)
-        return web.json_response({"released": body["release"]})
+        renewed = {}
+        for turn, seconds in body.get("renew", {}).items():
+            blocks = self.blocks.get(turn)
+            if blocks and not (blocks.released or blocks.reads):
+                blocks.deadline = max(blocks.deadline, time.perf_counter() + seconds)
+                renewed[turn] = seconds
+                self.renewals.append(turn)
+        return web.json_response({"released": body.get("release", []), "renewed": renewed})
 
     def _release(self, turn: str) -> None:
         self.released_turns.append(turn)

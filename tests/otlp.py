@@ -1,4 +1,4 @@
-"""An OTLP/HTTP receiver that keeps the spans it is sent."""
+"""An OTLP/HTTP receiver that keeps the spans it is sent, at the path that OTLP names."""
 
 import threading
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+PATH = "/v1/traces"
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,10 @@ class Receiver:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                if receiver.status == 200:
+                status = receiver.status if self.path == PATH else 404
+                if status == 200:
                     receiver.take(body)
-                self.send_response(receiver.status)
+                self.send_response(status)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
@@ -47,8 +50,14 @@ class Receiver:
         self._thread.start()
 
     @property
+    def url(self) -> str:
+        """What a spec says."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"
+        """What vLLM is told."""
+        return f"{self.url}{PATH}"
 
     def take(self, body: bytes) -> None:
         request = ExportTraceServiceRequest.FromString(body)

@@ -3,7 +3,9 @@
 Fixed: vLLM's own connector; decode keeps every finished turn for its TTL. Leases: pdctl's; a
 conversation that ends is released, and above the high-water mark the longest idle turns go. Both
 see the same conversations, one pair of engines after the other. A turn that prefill refuses with
-its handle (HTTP 500 from vLLM's connector) is repeated without it, as the router does.
+its handle (HTTP 500 from vLLM's connector) is repeated without it, as the router does. An engine
+that dies ends its arm: the end of its log is shown. Exits 1 when leases preempt, hit less often or
+do not get to the end.
 
 usage: python benchmarks/connector/leases.py [--conversations N] [--blocks N] [--ttl S]
        [--at-once N] [--limit S] [--json FILE]
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rig import FRESH, Pair, complete, metrics, pair, quantile, text_of
+from rig import FRESH, Metrics, Pair, complete, metrics, pair, quantile, tail, text_of
 
 from pd_connector import contract
 
@@ -35,6 +37,8 @@ class Result:
     later_turns: int = 0
     hits: int = 0
     retried: int = 0
+    broke: str = ""
+    """What ended the arm before its time."""
     preemptions: int = 0
     turn_ms: list[float] = field(default_factory=list, repr=False)
     pinned: list[float] = field(default_factory=list, repr=False)
@@ -72,6 +76,7 @@ class Arm:
         self._client = httpx.AsyncClient(timeout=None, trust_env=False)
         self._key = engines.key()
         self._stop_at = 0.0
+        self._last = Metrics("")
 
     async def run(self) -> Result:
         waiting: asyncio.Queue[int] = asyncio.Queue()
@@ -83,12 +88,16 @@ class Arm:
         sampling = asyncio.create_task(self._sample())
         await asyncio.gather(*(self._talk(waiting) for _ in range(self._options.at_once)))
         self.result.seconds = time.monotonic() - started
+        if self.result.broke:
+            await asyncio.sleep(2)  # Its log is written.
+            print(f"{self.result.broke}; decode's log ends:\n{tail(self._engines.log('decode-0'))}")
+        else:
+            self._last = await metrics(self._client, self._engines.decode)
         sampling.cancel()
-        after = await metrics(self._client, self._engines.decode)
         name = "vllm:num_preemptions_total"
-        self.result.preemptions = int(after(name) - before(name))
+        self.result.preemptions = int(self._last(name) - before(name))
         for why in ("read", "released", "successor", "high_water", "expired"):
-            self.result.ends[why] = int(after("pd_engine_pins_ended_total", reason=why))
+            self.result.ends[why] = int(self._last("pd_engine_pins_ended_total", reason=why))
         await self._client.aclose()
         return self.result
 
@@ -99,6 +108,10 @@ class Arm:
             try:
                 await asyncio.wait_for(self._conversation(number), left)
             except asyncio.TimeoutError:
+                return
+            except httpx.TransportError as error:
+                self.result.broke = self.result.broke or f"broken off: {error!r}"
+                self._stop_at = 0.0
                 return
             self.result.finished += 1
 
@@ -145,14 +158,21 @@ class Arm:
     async def _sample(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
-            seen = await metrics(self._client, self._engines.decode)
+            try:
+                self._last = seen = await metrics(self._client, self._engines.decode)
+            except httpx.TransportError:
+                return
             pinned = seen("pd_engine_pinned_blocks") if self._leases else self._kept.blocks()
             self.result.pinned.append(min(1.0, pinned / self._options.blocks))
             self.result.usage.append(seen("vllm:kv_cache_usage_perc"))
 
 
+def hit_rate(result: Result) -> float:
+    return result.hits / max(result.later_turns, 1)
+
+
 def row(result: Result) -> str:
-    rate = 100 * result.hits / max(result.later_turns, 1)
+    rate = 100 * hit_rate(result)
     mean = sum(result.pinned) / max(len(result.pinned), 1)
     most = max(result.pinned, default=0)
     return (
@@ -160,10 +180,11 @@ def row(result: Result) -> str:
         f"{result.preemptions:>11} {rate:>7.1f}% {mean:>11.0%} {most:>6.0%} "
         f"{max(result.usage, default=0):>6.0%} {quantile(result.turn_ms, 0.5):>8.0f} "
         f"{quantile(result.turn_ms, 0.95):>8.0f} {result.retried:>8}"
+        f"{'  ' + result.broke if result.broke else ''}"
     )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=200)
     parser.add_argument("--blocks", type=int, default=64, help="KV blocks of decode (128 tokens)")
@@ -201,7 +222,10 @@ def main() -> None:
     print("\nleases ended:", ", ".join(f"{why} {n}" for why, n in results[1].ends.items()))
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results]))
+    fixed, leased = results
+    worse = leased.broke or leased.preemptions or leased.finished < options.conversations
+    return int(bool(worse) or hit_rate(leased) < hit_rate(fixed))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -6,16 +6,14 @@ own spans are on for both. Each rep prefills and then decodes the same prompts; 
 two neighbouring reps. CPU seconds are those of all processes of the two legs, which other load
 on the machine disturbs less than it does the clock.
 
-usage: python benchmarks/connector/overhead.py [--reps N] [--prompts N] [--characters N]
-       [--tokens N] [--json FILE]
+usage: python benchmarks/connector/overhead.py [--reps N] [--limit S] [--prompts N]
+       [--characters N] [--tokens N] [--json FILE]
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
 import math
-import os
 import random
 import statistics
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from legcpu import cpu_seconds
 from rig import FRESH, Pair, complete, metrics, pair, text_of, until
 from tests.otlp import Receiver
 
@@ -31,7 +30,6 @@ from pd_connector import contract
 
 TTL = 1
 """Seconds: neither decode leg keeps turns while the other pair is measured."""
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -100,17 +98,6 @@ def trace() -> dict[str, Any]:
     return {"headers": {"traceparent": f"00-{trace_id}-{span_id}-01"}}
 
 
-def cpu_seconds(leader: int) -> float:
-    """User and system time of all live processes of a leg's session."""
-    total = 0
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if entry.isdigit() and os.getsid(int(entry)) == leader:
-                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
-                total += int(fields[11]) + int(fields[12])
-    return total / TICKS
-
-
 def interval(ratios: list[float]) -> tuple[float, float, float]:
     """Geometric mean of ratios and its 95 % interval (bootstrap over pairs)."""
     logs = [math.log(ratio) for ratio in ratios]
@@ -120,8 +107,11 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 async def measure(ours: Side, stock: Side, options: argparse.Namespace) -> list[tuple[Rep, Rep]]:
-    pairs = []
+    pairs: list[tuple[Rep, Rep]] = []
+    started = time.perf_counter()
     for number in range(-1, options.reps):
+        if time.perf_counter() - started > options.limit:
+            break
         order = [("ours", ours), ("stock", stock)]
         if number % 2:
             order.reverse()
@@ -134,7 +124,7 @@ async def measure(ours: Side, stock: Side, options: argparse.Namespace) -> list[
             print(
                 f"rep {number:>2}: prefill {reps['ours'].prefill:>6.0f} / "
                 f"{reps['stock'].prefill:>6.0f} tokens/s   decode {reps['ours'].decode:>6.1f} / "
-                f"{reps['stock'].decode:>6.1f} tokens/s",
+                f"{reps['stock'].decode:>6.1f} tokens/s   [{time.perf_counter() - started:.0f} s]",
                 flush=True,
             )
     return pairs
@@ -143,6 +133,7 @@ async def measure(ours: Side, stock: Side, options: argparse.Namespace) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reps", type=int, default=16)
+    parser.add_argument("--limit", type=float, default=600, help="seconds in which reps begin")
     parser.add_argument("--prompts", type=int, default=4, help="per rep")
     parser.add_argument("--characters", type=int, default=2000, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=96, help="generated per prompt")
@@ -151,15 +142,11 @@ def main() -> None:
     receiver = Receiver()
 
     def changes(connector: str) -> dict[str, dict[str, Any]]:
-        env = {
-            "HF_HUB_OFFLINE": 1,
-            "VLLM_NO_USAGE_STATS": 1,
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        }
+        env = {"HF_HUB_OFFLINE": 1, "VLLM_NO_USAGE_STATS": 1}
         return {
             "kv_transfer": {"connector": connector, "decode_ttl": f"{TTL}s"},
             "router": {"handle_ttl": "0.5s"},
-            "observability": {"otlp_endpoint": receiver.endpoint},
+            "observability": {"otlp_endpoint": receiver.url, "otlp_protocol": "http/protobuf"},
             "engine": {"env": env},
         }
 

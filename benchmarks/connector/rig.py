@@ -63,7 +63,9 @@ class Pair:
         raise LookupError(leg)
 
     def log(self, leg: str) -> str:
-        return (self.state / self.name / f"{leg}.log").read_text(errors="replace")
+        """Empty before the leg's first start."""
+        file = self.state / self.name / f"{leg}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
 
 
 @contextlib.contextmanager
@@ -90,9 +92,19 @@ def pair(changes: Mapping[str, Mapping[str, Any]], seconds: int = 400) -> Iterat
         if started.returncode:
             raise SystemExit(f"the legs did not start:\n{started.stderr}")
         yield made
+    except BaseException:
+        for leg in ("prefill-0", "decode-0"):
+            print(f"--- end of {leg}'s log\n{tail(made.log(leg))}", file=sys.stderr, flush=True)
+        raise
     finally:
         made.pdctl("down", made.name, "--grace", "10")
         shutil.rmtree(folder)
+
+
+def tail(log: str, lines: int = 60) -> str:
+    """The last lines of a log that say something."""
+    told = [line for line in log.splitlines() if line.strip() and ' HTTP/1.1" 200' not in line]
+    return "\n".join(line[:400] for line in told[-lines:])
 
 
 def _pdctl(state: Path, *words: str) -> subprocess.CompletedProcess[str]:

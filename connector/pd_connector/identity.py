@@ -4,7 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pd_connector.contract import PD_TOKENS
-from pd_connector.proof import Feature, make_proof, proof_seed, tokens_proven, unprovable
+from pd_connector.proof import (
+    Feature,
+    continued,
+    make_proof,
+    proof_seed,
+    tokens_proven,
+    unprovable,
+)
 
 
 class Identity:
@@ -18,9 +25,15 @@ class Identity:
         self._block_size = block_size
         self._key = key
 
-    def proof(self, request: Any, tokens: int) -> dict[str, Any]:
-        """The proof field over a request's first ``tokens`` tokens."""
-        return self._make(request, request.all_token_ids[:tokens], False)
+    def proof(
+        self, request: Any, tokens: int, prompt_ids: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """The proof field over a request's first ``tokens`` tokens. ``prompt_ids``: the prompt's,
+        packed, where they were compared before."""
+        if prompt_ids is None or len(prompt_ids) > tokens:
+            return self._make(request, request.all_token_ids[:tokens], False)
+        answered = request.all_token_ids[len(prompt_ids) : tokens]
+        return self._make(request, continued(prompt_ids, answered), False)
 
     def prompt_proof(
         self, request: Any, tokens: int, prompt_ids: Sequence[int] | None

@@ -47,6 +47,8 @@ class Pin:
     deadline: float
     pinned: float
     touched: float
+    """When it was pinned or last claimed. A renewal is no use of it: a router renews all turns of
+    conversations that pause, and then the oldest would be the last to make room."""
     reader: str | None = None
     claim_ends: float = 0.0
     wanted: End | None = None
@@ -95,6 +97,7 @@ class Leases:
             if now + self.margin >= pin.deadline:
                 return Claim(False, 0.0, "expiring")
             pin.reader, pin.claim_ends = reader, now + self.claim_seconds
+            pin.touched = now
             self._claimed.add(turn)
             self._live_until(turn, pin, pin.claim_ends + self.margin)
         self.changed()
@@ -129,7 +132,6 @@ class Leases:
                 pin = self._pins.get(turn)
                 if pin is None or pin.leaving or pin.wanted:
                     continue
-                pin.touched = now
                 self._live_until(turn, pin, now + more)
                 left[turn] = pin.deadline - now
         return left

@@ -27,7 +27,8 @@ from hashlib import blake2b
 from typing import Any
 
 VERSION = 2
-MOST_DIGESTS = 256
+MOST_DIGESTS = 128
+"""Keeps a handle small wherever it waits; a longer turn has one for several blocks."""
 SHORT = 6
 """Bytes of a digest in ``d``."""
 
@@ -42,11 +43,21 @@ def packed(token_ids: Iterable[int]) -> Sequence[int]:
 
     Unchanged when one of them is outside uint32: such ids prove nothing.
     """
-    ids = list(token_ids)
+    ids = token_ids if isinstance(token_ids, list) else list(token_ids)
     try:
         return array("I", ids)
     except OverflowError:
         return ids
+
+
+def continued(ids: Sequence[int], more: Sequence[int]) -> Sequence[int]:
+    """:func:`packed` ids with further ones behind them."""
+    both = array("I", ids) if isinstance(ids, array) else list(ids)
+    try:
+        both.extend(more)
+    except OverflowError:
+        return [*ids, *more]
+    return both
 
 
 def proof_seed(

@@ -65,6 +65,7 @@ class Reads:
         self._asked: dict[str, tuple[PendingClaim, Claim | None]] = {}
         self._reading: dict[str, Reading] = {}
         self._seconds: dict[str, float] = {}
+        self._ways: set[tuple[str, str, str]] = set()
 
     def claim(self, request: Any) -> Claim | None:
         """Whether the handle of a request may be read now; None while decode has not answered."""
@@ -92,11 +93,13 @@ class Reads:
         """The request's blocks are about to be read."""
         handle = request.kv_transfer_params
         direction = PUSHED_ON if handle.get(DO_REMOTE_PREFILL) else READBACK
-        self._reading[request.request_id] = Reading(
-            direction,
-            peer_name(handle.get(REMOTE_ENGINE_ID)),
-            getattr(request, "trace_headers", None),
-        )
+        peer = peer_name(handle.get(REMOTE_ENGINE_ID))
+        headers = getattr(request, "trace_headers", None)
+        self._reading[request.request_id] = Reading(direction, peer, headers)
+        if (way := (direction, self._backend, peer)) not in self._ways:
+            # At 0 before its first failure, which a rate would not see otherwise.
+            self._ways.add(way)
+            self._pending.add(ENGINE_TRANSFER_FAILURES, *way, amount=0)
         pending, claim = self._asked.pop(request.request_id, (None, None))
         if pending is not None and claim is not None and claim.granted:
             # Its blocks stay as long as decode said; the handle's own deadline may have moved.

@@ -23,6 +23,7 @@ from pd_connector.contract import (
 )
 from pd_connector.counters import Pending
 from pd_connector.engine import EngineLeases, refused, reuse_of
+from pd_connector.handover import Handovers
 from pd_connector.identity import Identity
 from pd_connector.kvcache import clippable_block_sizes, only_full_attention, why_not_read_back
 from pd_connector.prompt import Prompt
@@ -64,7 +65,9 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._gate = Gate(secret, keys, self.decoder_kv_blocks_ttl, self.pending)
         self.leases = EngineLeases(vllm_config, engine_id, self.pending, self._block_sizes)
         self._prompts: dict[str, Prompt] = {}
-        self._unlike_prefill: dict[str, bool] = {}
+        self._handovers = Handovers(
+            self._gate, self._identity, self._get_remote_prefill_token_count
+        )
         self._reads_back = bool(self.is_bidirectional_kv_xfer_enabled)
         if self._reads_back and (reason := why_not_read_back(self, kv_cache_config)):
             self._reads_back = False
@@ -87,7 +90,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if not params:
             return 0, False
         if params.get(DO_REMOTE_PREFILL):
-            if self._is_unlike_prefills(request):
+            if self._handovers.refused(request):
                 return 0, False
             matched: tuple[int, bool] = super().get_num_new_matched_tokens(
                 request, num_computed_tokens
@@ -171,7 +174,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._unlike_prefill.pop(request.request_id, None)
+        prompt_ids = self._handovers.over(request.request_id)
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is not None:
             return self._prompt_finished(prompt, block_ids)
@@ -187,7 +190,7 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if not held:
             return False, None
         answer[REMOTE_NUM_TOKENS] = tokens
-        answer[PD_TOKENS] = self._identity.proof(request, tokens)
+        answer[PD_TOKENS] = self._identity.proof(request, tokens, prompt_ids)
         self.leases.pins.finished(
             request.request_id,
             request.kv_transfer_params,
@@ -280,24 +283,3 @@ class PdPullScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         groups = handle[REMOTE_BLOCK_IDS]
         if tokens < tokens_held(handle) and size is not None:
             handle[REMOTE_BLOCK_IDS] = blocks_of_tokens(groups, [size] * len(groups), tokens)
-
-    def _is_unlike_prefills(self, request: Any) -> bool:
-        """Whether prefill's blocks were read before, or hold another prompt, as far as prefill
-        says which."""
-        known = self._unlike_prefill.get(request.request_id)
-        if known is None:
-            known = self._unlike_prefill[request.request_id] = self._compare(request)
-        return known
-
-    def _compare(self, request: Any) -> bool:
-        handle = request.kv_transfer_params
-        if self._gate.was_used(handle):
-            self._gate.disarm(request, "used")
-            return True
-        if PD_TOKENS not in handle:
-            return False
-        needed = self._get_remote_prefill_token_count(request.num_prompt_tokens)
-        if self._identity.proven(request, handle, tokens_held(handle)) >= needed:
-            return False
-        self._gate.refused(request, "another_prompt", "prefill computed another prompt")
-        return True

@@ -37,10 +37,9 @@ BLOCKS_PROCESSED = "_remote_blocks_processed"
 were asked for or given up; while it is set no read is issued."""
 
 
-KNOWN_FROM, KNOWN_TO = (0, 26), (0, 29)
-"""vLLM's releases whose connector was read; tests run on 0.29.0. Before 0.26 prefill does not
-check the deadline of decode's blocks; from 0.30 on workers report transfers in another way, which
-no test has run through yet."""
+KNOWN_FROM, KNOWN_TO = (0, 26), (0, 32)
+"""vLLM's releases whose connector was read; tests run on 0.29.0 and 0.32.0. Before 0.26 prefill
+does not check the deadline of decode's blocks."""
 UNKNOWN_ALLOWED = "PD_UNKNOWN_VLLM"
 """Environment variable: with ``allow`` other releases are tried, if they have what is needed."""
 

@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 from pd_connector.contract import ENGINE_SETTINGS_PATH, LOG_SETTINGS
-from pd_connector.counters import observe
+from pd_connector.counters import begin, observe
 from pd_connector.secret import load_secret
 from pd_connector.settings import leg_settings
-from pd_connector.telemetry import ENGINE_INFO
+from pd_connector.telemetry import ENGINE_INFO, ENGINE_REJECTED
 from pd_connector.workers import SETTINGS_RPC
 
 SCHEMA = 1
@@ -45,6 +45,8 @@ class SettingsEndpoint:
         self._base |= {"params_checked": _checks_params()}
         settings = await self.settings()
         _logger().info("%s: %s", LOG_SETTINGS, json.dumps(settings, separators=(",", ":")))
+        if self._base["params_checked"]:
+            begin(ENGINE_REJECTED)
         observe(ENGINE_INFO, *(_label(settings, name) for name in ENGINE_INFO.labels))
 
     async def settings(self) -> dict[str, Any]:

@@ -11,7 +11,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
     NixlPromMetrics,
 )
 
-from pd_connector.counters import Row, apply
+from pd_connector.counters import Row, apply, begin
+from pd_connector.telemetry import (
+    ENGINE_DECISIONS,
+    ENGINE_DECLINED,
+    ENGINE_PINS_ENDED,
+    ENGINE_REFUSED,
+    ENGINE_SPANS_DROPPED,
+    ENGINE_TOKENS,
+)
 
 ROWS = "pd_rows"
 
@@ -37,6 +45,15 @@ class PdStats(NixlKVConnectorStats):  # type: ignore[misc]
 
 class PdPromMetrics(NixlPromMetrics):  # type: ignore[misc]
     """vLLM's NIXL metrics; rows go to their own instruments."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        role = vllm_config.kv_transfer_config
+        begin(ENGINE_REFUSED, ENGINE_SPANS_DROPPED)
+        if role.is_kv_producer:
+            begin(ENGINE_DECISIONS, ENGINE_TOKENS, ENGINE_DECLINED)
+        if role.is_kv_consumer:
+            begin(ENGINE_PINS_ENDED)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)

@@ -8,6 +8,8 @@ take their names from here.
 from dataclasses import dataclass
 from typing import Literal
 
+from pd_connector.contract import Outcome
+
 Kind = Literal["counter", "gauge", "histogram"]
 
 
@@ -21,6 +23,9 @@ class Metric:
     text: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    values: tuple[tuple[str, ...], ...] = ()
+    """All values of each label, where they are few and known before: such a counter is at 0 from
+    the start, like one without labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,9 @@ ROUTER_HANDLES_HELD = Metric(
 ROUTER_HANDLES_BYTES = Metric(
     "pd_router_handles_bytes", "gauge", "Bytes of memory the held handles are counted with."
 )
+ROUTER_HANDLES_BYTES_LIMIT = Metric(
+    "pd_router_handles_bytes_limit", "gauge", "Most bytes that held handles may take."
+)
 ROUTER_HANDLES_LIMIT = Metric(
     "pd_router_handles_limit", "gauge", "Most handles that are held at once."
 )
@@ -204,6 +212,7 @@ ENGINE_DECISIONS = Metric(
     "counter",
     "Prompts on the prefill leg, by what was decided and came of it.",
     ("outcome",),
+    values=(tuple(outcome.value for outcome in Outcome),),
 )
 ENGINE_TOKENS = Metric(
     "pd_engine_prompt_tokens_total",
@@ -211,6 +220,7 @@ ENGINE_TOKENS = Metric(
     "Tokens of those prompts: held by the handle (asked), read (read), computed (computed), found "
     "in the leg's own prefix cache (local).",
     ("kind",),
+    values=(("asked", "read", "computed", "local"),),
 )
 ENGINE_DECLINED = Metric(
     "pd_engine_declined_expired_reads_total",
@@ -223,12 +233,14 @@ ENGINE_REFUSED = Metric(
     "Handles refused: unsigned, forged, foreign (another deployment's), altered, used, malformed, "
     "another_prompt (prefill computed another prompt than decode was asked).",
     ("reason",),
+    values=(("unsigned", "forged", "foreign", "altered", "used", "malformed", "another_prompt"),),
 )
 ENGINE_REJECTED = Metric(
     "pd_engine_params_rejected_total",
     "counter",
     "Requests answered with HTTP 400 for their kv_transfer_params.",
     ("reason",),
+    values=(("not_an_object", "unknown_key", "wrong_type", "out_of_range", "missing", "both"),),
 )
 ENGINE_TRANSFER_SECONDS = Metric(
     "pd_engine_transfer_seconds",
@@ -274,6 +286,7 @@ ENGINE_PINS_ENDED = Metric(
     "counter",
     "Finished turns whose blocks decode freed: read, released, successor, high_water, expired.",
     ("reason",),
+    values=(("read", "released", "successor", "high_water", "expired"),),
 )
 ENGINE_SPANS_DROPPED = Metric(
     "pd_engine_spans_dropped_total", "counter", "Spans that could not be exported."
@@ -310,7 +323,9 @@ ROUTE = Attribute("pd.route", "str", "recompute, readback or append.")
 ROUTE_REASON = Attribute("pd.route_reason", "str", "Why that route.")
 PREFILL_LEG = Attribute("pd.prefill_leg", "str", "Name of the prefill leg.")
 DECODE_LEG = Attribute("pd.decode_leg", "str", "Name of the decode leg.")
-HANDLE_AGE = Attribute("pd.handle_age_s", "float", "Age of the claimed handle, in seconds.")
+HANDLE_AGE = Attribute(
+    "pd.handle_age_s", "float", "Age of the conversation's handle, in seconds, claimed or not."
+)
 TOKENS_PROMPT = Attribute("pd.tokens.prompt", "int", "Tokens of the prompt.")
 TOKENS_OFFERED = Attribute("pd.tokens.offered", "int", "Tokens that the handle covers.")
 TOKENS_READ = Attribute("pd.tokens.read", "int", "Tokens read back from decode.")

@@ -1,13 +1,14 @@
 """The handle for a turn: found, proven to fit its prompt, claimed."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pd_connector.contract import Outcome
 from pd_router.handles import Handle, HandleStore
 from pd_router.history import NO_MATCH, Continuation, Endpoint, Match, Prompt
 from pd_router.identity import Identity
 from pd_router.legs import Leg
+from pd_router.reasons import NoHandle, Refusal
 from pd_router.settings import Settings
 from pd_router.tokens import PromptIds
 
@@ -23,7 +24,7 @@ class Found:
 
     outcome: Outcome
     """Of the turn, as long as nothing is read."""
-    reason: str
+    reason: Refusal | NoHandle | Literal[""]
     """Why no handle can be sent; empty: ``handle`` can."""
     handle: Handle | None = None
     """That fits best; not claimed yet."""
@@ -73,7 +74,7 @@ def _worth(fit: tuple[Handle, Match]) -> tuple[bool, bool, float, float]:
     return continued, handle.readable, handle.tokens * match.shared, handle.born
 
 
-def _why_not(handle: Handle, match: Match, settings: Settings) -> str:
+def _why_not(handle: Handle, match: Match, settings: Settings) -> Refusal | Literal[""]:
     """Why a handle may not be sent with the prompt that it was matched with; empty: it may."""
     proof = settings.proof
     if not handle.readable:

@@ -12,8 +12,8 @@ from pd_connector import contract
 from pd_router.history import Past
 from pd_router.packing import unpack as unpack_params
 
-HANDLE_OVERHEAD = 1000
-"""Bytes that a held handle is counted with beside what it carries."""
+HANDLE_OVERHEAD = 600
+"""Bytes that a held handle is counted with beside what it is packed in."""
 
 OnDrop = Callable[["Handle", str], None]
 """Told of a handle that is forgotten unused, and why."""
@@ -60,11 +60,6 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def params(self) -> bytes:
         """``kv_transfer_params`` as JSON, every field as decode gave it."""
         return unpack_params(self.packed)
-
-    @property
-    def size(self) -> int:
-        """Bytes of memory it is counted with."""
-        return len(self.packed) + len(self.past.marks) + HANDLE_OVERHEAD
 
     def age(self) -> float:
         """Seconds since it arrived."""
@@ -134,6 +129,32 @@ class HandleStore(Protocol):
     async def close(self) -> None: ...
 
 
+class _Held(msgspec.Struct, frozen=True, gc=False):
+    """A handle while it waits, packed: a hundred thousand of them are held."""
+
+    key: str
+    leg: str
+    engine: str
+    expires: float
+    packed: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory it is counted with."""
+        return len(self.packed) + HANDLE_OVERHEAD
+
+    def handle(self) -> Handle:
+        bare = unpack(self.packed)
+        return msgspec.structs.replace(bare, key=self.key, leg=self.leg, engine=self.engine)
+
+
+def _hold(handle: Handle) -> _Held:
+    bare = msgspec.structs.replace(handle, key="", leg="", engine="")
+    # The encoder's own bytes are cut from a longer buffer, whose end would lie idle.
+    packed = bytes(memoryview(bare.pack()))
+    return _Held(handle.key, handle.leg, handle.engine, handle.expires, packed)
+
+
 class MemoryStore:
     """The store of one router, bounded by handles and bytes.
 
@@ -149,21 +170,22 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self._branches = branches
         self._on_drop = on_drop
-        self._by_key: dict[str, tuple[Handle, ...]] = {}
-        self._by_age: OrderedDict[str, Handle] = OrderedDict()
+        self._by_key: dict[str, str | tuple[str, ...]] = {}
+        """Ids by key, the oldest first; most keys have one."""
+        self._by_age: OrderedDict[str, _Held] = OrderedDict()
         self._claimed: dict[str, Handle] = {}
         self._bytes = 0
 
     async def find(self, keys: Sequence[str]) -> list[Handle]:
         for key in keys:
-            if handles := self._by_key.get(key):
-                return [*reversed(handles)]
+            if ids := self._ids(key):
+                return [self._by_age[id].handle() for id in reversed(ids)]
         return []
 
     async def claim(self, handle: Handle) -> bool:
-        if self._by_age.get(handle.id) is not handle or not handle.live():
+        if handle.id not in self._by_age or not handle.live():
             return False
-        self._remove(handle)
+        self._remove(handle.id)
         self._claimed[handle.id] = handle
         return True
 
@@ -177,38 +199,40 @@ class MemoryStore:
 
     def put(self, handle: Handle) -> None:
         self._add(handle)
-        while len(branches := self._by_key[handle.key]) > self._branches:
-            self._forget(branches[0], "replaced")
+        while len(ids := self._ids(handle.key)) > self._branches:
+            self._forget(ids[0], "replaced")
         while len(self._by_age) > self._capacity or self._bytes > self._max_bytes:
             self._forget(self._oldest(), "evicted")
         forgotten = time.time() - self._ttl
-        while self._by_age and self._oldest().expires < forgotten:
+        while self._by_age and self._by_age[self._oldest()].expires < forgotten:
             self._forget(self._oldest(), "expired")
 
     async def drop_leg(self, leg: str, reason: str, keep_engine: str | None = None) -> int:
-        def lost(handle: Handle) -> bool:
+        def lost(handle: Handle | _Held) -> bool:
             return handle.leg == leg and handle.engine != keep_engine
 
         for handle in [handle for handle in self._claimed.values() if lost(handle)]:
             del self._claimed[handle.id]
-        gone = [handle for handle in self._by_age.values() if lost(handle)]
-        await self.drop(gone, reason)
+        gone = [id for id, held in self._by_age.items() if lost(held)]
+        for id in gone:
+            self._forget(id, reason)
         return len(gone)
 
     async def drop(self, handles: Iterable[Handle], reason: str) -> None:
         for handle in handles:
             if handle.id in self._by_age:
-                self._forget(handle, reason)
+                self._forget(handle.id, reason)
 
     async def newest(self, start: int, count: int) -> list[Handle]:
-        return list(islice(reversed(self._by_age.values()), start, start + count))
+        held = islice(reversed(self._by_age.values()), start, start + count)
+        return [one.handle() for one in held]
 
     def held(self) -> Mapping[str, int]:
         now = time.time()
         count: dict[str, int] = {}
-        for handle in self._by_age.values():
-            if now < handle.expires:
-                count[handle.leg] = count.get(handle.leg, 0) + 1
+        for held in self._by_age.values():
+            if now < held.expires:
+                count[held.leg] = count.get(held.leg, 0) + 1
         return count
 
     def bytes_held(self) -> int:
@@ -220,25 +244,30 @@ class MemoryStore:
     async def close(self) -> None:
         return None
 
-    def _oldest(self) -> Handle:
-        return next(iter(self._by_age.values()))
+    def _ids(self, key: str) -> tuple[str, ...]:
+        ids = self._by_key.get(key, ())
+        return (ids,) if isinstance(ids, str) else ids
+
+    def _oldest(self) -> str:
+        return next(iter(self._by_age))
 
     def _add(self, handle: Handle) -> None:
-        if (same := self._by_age.get(handle.id)) is not None:
-            self._remove(same)
-        self._by_age[handle.id] = handle
-        self._by_key[handle.key] = (*self._by_key.get(handle.key, ()), handle)
-        self._bytes += handle.size
+        if handle.id in self._by_age:
+            self._remove(handle.id)
+        held = self._by_age[handle.id] = _hold(handle)
+        ids = self._ids(handle.key)
+        self._by_key[handle.key] = (*ids, handle.id) if ids else handle.id
+        self._bytes += held.size
 
-    def _remove(self, handle: Handle) -> None:
-        del self._by_age[handle.id]
-        branches = tuple(other for other in self._by_key[handle.key] if other is not handle)
-        if branches:
-            self._by_key[handle.key] = branches
+    def _remove(self, id: str) -> _Held:
+        held = self._by_age.pop(id)
+        ids = tuple(other for other in self._ids(held.key) if other != id)
+        if ids:
+            self._by_key[held.key] = ids if len(ids) > 1 else ids[0]
         else:
-            del self._by_key[handle.key]
-        self._bytes -= handle.size
+            del self._by_key[held.key]
+        self._bytes -= held.size
+        return held
 
-    def _forget(self, handle: Handle, reason: str) -> None:
-        self._remove(handle)
-        self._on_drop(handle, reason)
+    def _forget(self, id: str, reason: str) -> None:
+        self._on_drop(self._remove(id).handle(), reason)

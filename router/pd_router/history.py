@@ -20,7 +20,7 @@ from pd_router.answer import Answer
 
 Endpoint = Literal["chat", "completions"]
 
-MARK = 6
+MARK = 4
 """Bytes of a mark: enough to estimate what is shared; nothing is proven by it."""
 MOST_MARKS = 64
 MOST_KEYS = 16

@@ -83,9 +83,13 @@ class Keeper:
         )
         left = self.router.deadlines.seconds_left(engine, known, settings.decode_ttl)
         proof = known.get(contract.PD_TOKENS)
+        request = str(known.get(contract.REMOTE_REQUEST_ID) or "")
+        life = settings.handle_ttl - (settings.decode_ttl - left)
+        if request:
+            life = self.router.renewals.keep(self.leg.name, engine, request, life)
         return Handle(
             id=os.urandom(8).hex(),
-            request=str(known.get(contract.REMOTE_REQUEST_ID) or ""),
+            request=request,
             key=key,
             packed=b"" if params is None else pack(params),
             leg=self.leg.name,
@@ -97,5 +101,5 @@ class Keeper:
             partial=isinstance(proof, dict) and bool(proof.get("d")),
             turn=self.turn,
             born=now,
-            expires=now + settings.handle_ttl - (settings.decode_ttl - left),
+            expires=now + life,
         )

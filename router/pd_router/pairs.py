@@ -25,7 +25,13 @@ class Pairs:
         self._pause = pause
         self._pairs: dict[tuple[str, str], _Pair] = {}
 
+    def works(self, prefill: str, decode: str) -> bool:
+        """Whether transfers work, as far as is known: a broken pair is until one does."""
+        pair = self._pairs.get((prefill, decode))
+        return pair is None or pair.failures < FAILURES
+
     def up(self, prefill: str, decode: str) -> bool:
+        """Whether a transfer may be tried: a broken pair may again after its pause."""
         pair = self._pairs.get((prefill, decode))
         return pair is None or time.monotonic() >= pair.down_until
 

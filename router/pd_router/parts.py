@@ -12,11 +12,14 @@ from pd_connector import telemetry
 from pd_router.engines import Engines
 from pd_router.handles import Handle, HandleStore, MemoryStore, OnDrop
 from pd_router.health import Health
+from pd_router.leases import LeaseOrders
 from pd_router.legs import Leg, Legs
 from pd_router.lifetime import Deadlines
 from pd_router.metrics import Metrics
 from pd_router.pairs import Pairs, RepeatBudget
+from pd_router.reasons import PREFILL_FAULTS, REFUSALS, ROUTE_REASONS
 from pd_router.releases import Releases
+from pd_router.renewals import Renewals
 from pd_router.routes import Chooser
 from pd_router.settings import Settings
 from pd_router.spans import Spans, otlp_export
@@ -38,6 +41,7 @@ class Router:
     pairs: Pairs
     health: Health
     releases: Releases
+    renewals: Renewals
     chooser: Chooser
     prompt_ids: PromptIds
     metrics: Metrics
@@ -63,7 +67,8 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
     """The parts of one router, until its end."""
     engines, metrics = Engines(), Metrics()
     legs = Legs(settings.prefill, settings.decode)
-    releases = Releases(engines, legs.named)
+    orders = LeaseOrders(engines)
+    releases = Releases(orders, legs.named)
     pairs = Pairs(settings.pair_pause)
 
     def dropped(handle: Handle, reason: str) -> None:
@@ -88,6 +93,7 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
         pairs=pairs,
         health=health,
         releases=releases,
+        renewals=Renewals(orders, legs.named, lambda: router.settings),
         chooser=Chooser(settings),
         prompt_ids=PromptIds(engines),
         metrics=metrics,
@@ -96,7 +102,8 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
     _gauges(router)
     start_counting(router)
     workers = [
-        asyncio.create_task(work) for work in (health.watch(), releases.work(), handles.watch())
+        asyncio.create_task(work)
+        for work in (health.watch(), releases.work(), router.renewals.work(), handles.watch())
     ]
     try:
         yield router
@@ -151,6 +158,13 @@ def start_counting(router: Router) -> None:
     metrics, legs = router.metrics, router.legs
     for leg in legs.prefill:
         metrics.handles_sent.labels(leg.name)
+        for fault in PREFILL_FAULTS:
+            metrics.prefill_retries.labels(leg.name, fault)
+    for route, reasons in ROUTE_REASONS.items():
+        for reason in reasons:
+            metrics.routes.labels(route.value, reason)
+    for refusal in REFUSALS:
+        metrics.handles_refused.labels(refusal)
     for leg in legs:
         metrics.leg_restarts.labels(leg.name)
     for reason in ("expired", "evicted", "replaced", "released", "leg_restarted", "leg_down"):
@@ -169,6 +183,10 @@ def _gauges(router: Router) -> None:
 
     add(telemetry.ROUTER_HANDLES_HELD, held)
     add(telemetry.ROUTER_HANDLES_BYTES, lambda: [((), handles.bytes_held())])
+    add(
+        telemetry.ROUTER_HANDLES_BYTES_LIMIT,
+        lambda: [((), router.settings.max_handle_bytes)],
+    )
     add(telemetry.ROUTER_HANDLES_LIMIT, lambda: [((), router.settings.max_handles)])
     add(telemetry.ROUTER_HANDLE_TTL, lambda: [((), router.settings.handle_ttl)])
     add(
@@ -183,7 +201,7 @@ def _gauges(router: Router) -> None:
     add(
         telemetry.ROUTER_PAIR_UP,
         lambda: [
-            ((prefill.name, decode.name), float(router.pairs.up(prefill.name, decode.name)))
+            ((prefill.name, decode.name), float(router.pairs.works(prefill.name, decode.name)))
             for prefill in legs.prefill
             for decode in legs.decode
         ],

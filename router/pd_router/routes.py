@@ -5,10 +5,12 @@ rates of the spec where it gives them.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pd_connector.contract import Outcome, Route
 from pd_router.facts import Facts
 from pd_router.legs import Leg
+from pd_router.reasons import NoHandle, NotAppended, Refusal, RouteReason
 from pd_router.settings import Rates, Settings
 
 _FORGET = 0.85
@@ -105,7 +107,7 @@ class Question:
     """Of them, held by the handle."""
     readable: bool
     """The handle may be sent."""
-    unreadable_because: str
+    unreadable_because: Refusal | NoHandle | Literal[""]
     cached: int
     """Of them, in the prefix cache of the decode leg."""
     prefill: Leg | None
@@ -116,7 +118,7 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class Choice:
     route: Route
-    reason: str
+    reason: RouteReason
     new_tokens: int
     """Estimated tokens that have to be computed."""
 
@@ -143,8 +145,8 @@ class Chooser:
         if pinned is Route.READBACK and asked.readable:
             return read
         if pinned is not None:
-            reason = "pinned" if pinned is Route.RECOMPUTE else asked.unreadable_because
-            return Choice(Route.RECOMPUTE, reason, everything)
+            why = "" if pinned is Route.RECOMPUTE else asked.unreadable_because
+            return Choice(Route.RECOMPUTE, why or "pinned", everything)
         costs = {Route.RECOMPUTE: self._recompute(asked, asked.prefill)}
         if asked.readable:
             costs[Route.READBACK] = _WORTH * self._readback(asked, asked.prefill, read.new_tokens)
@@ -161,7 +163,7 @@ class Chooser:
         """A prompt of so many new tokens goes to a decode leg."""
         decode.stall.add(self.costs.append.ms(tokens), self.settings.max_decode_stall_ms)
 
-    def _why_not_append(self, asked: Question, new: int) -> str | None:
+    def _why_not_append(self, asked: Question, new: int) -> NotAppended | None:
         settings, leg = self.settings, asked.decode
         if not leg.prefix_caching:
             return "append_no_prefix_cache"

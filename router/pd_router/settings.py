@@ -73,6 +73,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     reuse_proof: ReuseProof | None = None
     """What has to show that a prompt starts with a handle's tokens; None: the safe one."""
     handle_ttl: Seconds = 450.0
+    handle_max_age: Seconds | None = None
+    """Until this age a handle's blocks are renewed on decode, ``handle_ttl`` at a time, unless its
+    conversation goes on or ends before; None: never."""
     decode_ttl: Seconds = 480.0
     recompute_threshold: Annotated[int, Meta(ge=0)] = 64
     """Fewer reusable tokens than this are not worth a handle."""
@@ -187,6 +190,11 @@ def _problems(settings: Settings) -> Iterator[str]:
     if settings.handle_ttl >= settings.decode_ttl:
         yield (
             f"handle_ttl {settings.handle_ttl:g} must be below decode_ttl {settings.decode_ttl:g}"
+        )
+    if settings.handle_max_age is not None and settings.handle_max_age <= settings.handle_ttl:
+        yield (
+            f"handle_max_age {settings.handle_max_age:g} must be above handle_ttl "
+            f"{settings.handle_ttl:g}"
         )
     if settings.reuse_proof == "connector" and settings.connector == "stock":
         yield "reuse_proof connector needs the pdctl connector on the legs"

@@ -120,7 +120,7 @@ class Turn(TurnState):
         """The decode leg and the way there; where that wants a handle, it is claimed."""
         began, facts, router = time.perf_counter(), self.facts, self.router
         if body.needs_decode_alone():
-            leg, found = router.legs.pick_decode(), Found(Outcome.MISS, "one_leg")
+            leg, found, near = router.legs.pick_decode(), Found(Outcome.MISS, "one_leg"), None
             placed = Placement(Choice(Route.APPEND, "one_leg", 1), None)
         else:
             found = await self._find()
@@ -135,7 +135,7 @@ class Turn(TurnState):
         facts.outcome, facts.outcome_reason = found.outcome, found.reason
         facts.route, facts.route_reason = placed.choice.route, placed.choice.reason
         facts.decode_leg = leg.name
-        attributes = {telemetry.HANDLE_AGE: facts.handle_age}
+        attributes = {telemetry.HANDLE_AGE: None if near is None else near.age()}
         self.end_span(telemetry.SPAN_CLAIM, None, began, attributes)
         return leg, placed
 

@@ -182,25 +182,100 @@ def test_a_trace_is_replayed_with_the_answers_that_came_back(
     assert all(m["content"].startswith("answer-") for m in last if m["role"] == "assistant")
 
 
-def test_the_export_of_aiperf_becomes_rows(served: Router, tmp_path: Path) -> None:
+@pytest.fixture
+def fake_aiperf(tmp_path: Path) -> Path:
+    """Leaves an export of two conversations, and its words, in the folder it is told."""
+    first = json.loads(json.dumps(EXPORTED))
+    first["metadata"] |= {"x_correlation_id": "c0", "request_start_ns": 1795999420000000000}
+    export = f"{json.dumps(EXPORTED)}\n{json.dumps(first)}\n"
     program = tmp_path / "fake-aiperf"
     program.write_text(
-        "#!/usr/bin/env python3\nimport sys\n"
+        "#!/usr/bin/env python3\nimport json, sys\n"
         "folder = sys.argv[sys.argv.index('--output-artifact-dir') + 1]\n"
-        f"open(folder + '/profile_export.jsonl', 'w').write('''{json.dumps(EXPORTED)}''')\n"
+        f"open(folder + '/profile_export.jsonl', 'w').write({export!r})\n"
+        "json.dump(sys.argv, open(folder + '/words.json', 'w'))\n"
     )
     program.chmod(0o755)
+    return program
+
+
+def test_the_export_of_aiperf_becomes_rows(
+    served: Router, fake_aiperf: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    ended = pdctl(
-        "bench", "--client", "aiperf", "--url", served.url, "--program", program, "-o", out
-    )
+    words = ("bench", "--client", "aiperf", "--url", served.url, "--repeats", "3")
+    ended = pdctl(*words, "--program", fake_aiperf, "-o", out)
     assert ended.code == 0, ended.err
-    (row,) = rows_of(out)
+    # The conversation that began first is the warm-up, wherever the export has it.
+    (row,) = measured(out)
     assert (row["arm"], row["turn"], row["prompt_tokens"]) == ("aiperf", 2, 120)
     assert (row["ttft_ms"], row["answer_tokens"]) == (101.5, 15)
-    missing = pdctl("bench", "--client", "aiperf", "--url", served.url, "--program",
-                    tmp_path / "not-there", "-o", tmp_path / "other")  # fmt: skip
+    assert len(rows_of(out)) == 2
+    asked = json.loads((out / "aiperf/words.json").read_text())
+    assert asked[asked.index("--conversation-num") + 1] == "4"
+    assert "--num-warmup-sessions" not in asked
+    missing = pdctl(*words, "--program", tmp_path / "not-there", "-o", tmp_path / "other")
     assert (missing.code, len(missing.lines)) == (2, 2)
+
+
+def test_an_interrupted_client_leaves_no_process(served: Router, tmp_path: Path) -> None:
+    """Another client's processes end with it, and the run says what became of it."""
+    program, pids = tmp_path / "client", tmp_path / "pids"
+    program.write_text(
+        f"#!/bin/bash\nsleep 600 & echo $! > {pids}.new; mv {pids}.new {pids}\nwait\n"
+    )
+    program.chmod(0o755)
+    words = ["bench", "--client", "aiperf", "--url", served.url, "-o", str(tmp_path / "run")]
+    bench = subprocess.Popen(
+        [Path(sys.executable).with_name("pdctl"), *words, "--program", str(program)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until("the client's child", pids.exists)
+    bench.send_signal(signal.SIGTERM)
+    _, complaints = bench.communicate(timeout=60)
+    assert (bench.returncode, complaints.splitlines()[-1]) == (130, "interrupted")
+    assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "interrupted"
+    child = Path(f"/proc/{pids.read_text().strip()}/status")
+    until("its end", lambda: not child.exists() or "State:\tZ" in child.read_text())
+
+
+def test_a_client_that_fails_is_told_with_its_output(served: Router, tmp_path: Path) -> None:
+    words = ("bench", "--client", "aiperf", "--url", served.url, "-o", tmp_path / "run")
+    ended = pdctl(*words, "--program", "/bin/false")
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1].endswith(
+        "its output: " + str(tmp_path / "run/aiperf/output.log")
+    )
+    assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "failed"
+
+
+def test_aiperf_replays_a_trace_that_begins_anew(
+    served: Router, fake_aiperf: Path, subword_folder: Path, tmp_path: Path
+) -> None:
+    messages = [
+        {"role": role, "content": f"{role} {turn}"}
+        for turn in range(3)
+        for role in ("user", "assistant")
+    ]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps([{"id": f"c{n}", "messages": messages} for n in range(2)]))
+    words = ("bench", "--client", "aiperf", "--url", served.url, "--program", fake_aiperf,
+             "--trace", file, "--answer-tokens", "9")  # fmt: skip
+    ended = pdctl(*words, "--tokenizer", subword_folder, "-o", tmp_path / "run")
+    assert ended.code == 0, ended.err
+    text = (tmp_path / "run/aiperf/input.jsonl").read_text()
+    warm_up, *sessions = [json.loads(line) for line in text.splitlines()]
+    assert [len(each["turns"]) for each in (warm_up, *sessions)] == [3, 4, 4]
+    openings = [each["turns"][0] for each in (warm_up, *sessions)]
+    assert {opening["role"] for opening in openings} == {"system"}
+    assert len({opening["text"] for opening in openings}) == 3
+    for session in sessions:
+        assert [turn["text"] for turn in session["turns"][1:]] == ["user 0", "user 1", "user 2"]
+        assert {turn["output_length"] for turn in session["turns"][1:]} == {9}
+    no_tokenizer = pdctl(*words, "-o", tmp_path / "other")
+    assert no_tokenizer.code == 2
+    assert "needs --tokenizer" in no_tokenizer.err
 
 
 @pytest.mark.parametrize(

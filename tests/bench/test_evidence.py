@@ -42,6 +42,19 @@ def warm_decode(run: MadeRun) -> None:
         row["decode_cached_tokens"] = 384
 
 
+def warm_decode_later(run: MadeRun) -> None:
+    for row in run.of("on", turn=3):
+        row["decode_cached_tokens"] = 1152
+
+
+def warm_decode_by_counters(run: MadeRun) -> None:
+    run.settings["workload"]["load"]["concurrency"] = 4
+    for row in run.rows:
+        del row["decode_cached_tokens"]
+    for block in run.blocks:
+        block["after"]["decode-0"]["local_tokens"] = 6000
+
+
 def warm_by_counters(run: MadeRun) -> None:
     run.blocks[0]["after"]["prefill-0"]["local_tokens"] = 512
 
@@ -51,6 +64,18 @@ def handle_dropped(run: MadeRun) -> None:
         row |= {"tokens_read": 0, "outcome": "miss"}
     for block in run.blocks:
         block["after"]["prefill-0"] |= {"external_tokens": 0, "nixl_bytes": 0}
+
+
+def conversation_not_named(run: MadeRun) -> None:
+    handle_dropped(run)
+    for row in run.rows:
+        del row["outcome"]
+
+
+def turns_appended(run: MadeRun) -> None:
+    conversation_not_named(run)
+    for row in run.of("on"):
+        row["route"] = "append" if row["turn"] > 1 else "recompute"
 
 
 def some_handles_dropped(run: MadeRun) -> None:
@@ -123,13 +148,26 @@ def one_arm_shorter(run: MadeRun) -> None:
 FAULTS: list[tuple[Callable[[MadeRun], None], str, str]] = [
     (bidirectional_on_one_leg, "legs agree", "decode-0: True, prefill-0: False"),
     (warm_cache, "cold caches", "off: 4 first turns were not new to prefill (sweep: 384"),
-    (warm_decode, "cold caches", "on: 4 first turns were in decode's cache already (384"),
+    (warm_decode, "cold caches", "on: 4 turns were in decode's cache already (384"),
+    (
+        warm_decode_later,
+        "cold caches",
+        "on: 4 turns were in decode's cache already (1152 tokens of sweep turn 3, whose own turns "
+        "had left 1039)",
+    ),
+    (warm_decode_by_counters, "cold caches", "decode found 24000 tokens in its own cache, more"),
     (warm_by_counters, "cold caches", "found 512 tokens in its own prefix cache"),
     (handle_dropped, "on reads back", "nothing came back (miss x12; miss: the handle"),
+    (
+        conversation_not_named,
+        "on reads back",
+        "(no outcome told x12; no outcome told: the turns named no conversation",
+    ),
+    (turns_appended, "on reads back", "(append x12; append: decode computed the turns alone"),
     (some_handles_dropped, "on reads back", "4 of 12 later turns read less than 90%"),
     (different_lengths, "equal load", "turn 3 has (2048, 16) prompt and answer tokens in off"),
     (different_answers, "equal load", "(1024, 8) in on"),
-    (different_offer, "equal load", "were offered different loads"),
+    (different_offer, "equal load", "were offered different loads: concurrency 1 / 4"),
     (turns_missing, "equal load", "4 turns of off and on have no match"),
     (off_reads, "off reads nothing back", "12000 tokens from decode in 12 reads"),
     (served_beside, "on reads back", "something else was served beside the run"),
@@ -155,6 +193,17 @@ def test_a_fault_makes_the_run_invalid(
     failed = {each["name"]: each["detail"] for each in report["checks"] if not each["ok"]}
     assert reason in failed[check], failed
     assert all(group["ttft_ratio"] == {} for group in report["by_length"])
+
+
+def test_what_conversations_share_on_purpose_may_be_in_a_cache(tmp_path: Path) -> None:
+    run = MadeRun()
+    run.settings["workload"] |= {"kind": "agentic", "shared_tokens": 512}
+    for row in run.rows:
+        row["decode_cached_tokens"] = 512
+    code, report = reported(run, tmp_path / "shared")
+    assert (code, report["verdict"]) == (0, "VALID"), report["problems"]
+    run.settings["workload"] |= {"kind": "sweep/grow", "shared_tokens": 0}
+    assert reported(run, tmp_path / "not")[0] == 1
 
 
 def test_two_repeats_are_too_few_for_a_ratio(tmp_path: Path) -> None:
@@ -189,6 +238,21 @@ def test_runs_of_one_arm_each_are_compared(tmp_path: Path) -> None:
     assert (alone.code, json.loads(alone.out)["verdict"]) == (0, "NO COMPARISON")
     twice = pdctl("report", tmp_path / "on", tmp_path / "on")
     assert (twice.code, len(twice.lines)) == (2, 1)
+
+
+def test_runs_side_by_side_keep_what_each_shared_on_purpose(tmp_path: Path) -> None:
+    for arm, shared in (("off", 512), ("on", 0)):
+        run = MadeRun()
+        run.settings["arms"] = [each for each in run.settings["arms"] if each["name"] == arm]
+        run.settings["workload"]["shared_tokens"] = shared
+        run.rows = run.of(arm)
+        run.blocks = [block for block in run.blocks if block["arm"] == arm]
+        for row in run.rows:
+            row["decode_cached_tokens"] = shared
+        run.write(tmp_path / arm)
+    ended = pdctl("report", tmp_path / "on", tmp_path / "off", "-o", "json")
+    failed = [each["name"] for each in json.loads(ended.out)["checks"] if not each["ok"]]
+    assert failed == ["equal load"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 7}'])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,10 @@ from pdctl.bench.words import fresh_text
 from pdctl.bench.workload import Load, agentic, sweep
 from pdctl.errors import PdctlError
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
-
-@pytest.fixture(scope="module")
-def subwords(tmp_path_factory: pytest.TempPathFactory) -> LocalTokenizer:
-    """A byte-pair tokenizer, whose tokens are parts of words."""
-    tokenizers = pytest.importorskip("tokenizers")
-    folder = tmp_path_factory.mktemp("model")
-    made: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([fresh_text(str(n), 4000) for n in range(4)], trainer)
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return LocalTokenizer(folder)
+@pytest.fixture
+def subwords(subword_folder: Path) -> LocalTokenizer:
+    return LocalTokenizer(subword_folder)
 
 
 @pytest.mark.parametrize("target", [70, 71, 72, 500, 1023, 2048])
@@ -116,9 +99,104 @@ def test_a_trace_keeps_the_users_words(tmp_path: Path) -> None:
     assert [turn.parts[-1].text for turn in conversation.turns] == ["first", "second"]
 
 
+def described(**changed: Any) -> dict[str, Any]:
+    tokens = {"distribution": "uniform", "min": 100, "max": 160}
+    return {
+        "filetype": "generate_conversations",
+        "num_conversations": 40,
+        "text_files": ["not-read.txt"],
+        "prompt_input": {
+            "num_turns": {"distribution": "constant", "value": 7},
+            "common_prefix_num_tokens": {"distribution": "constant", "value": 500},
+            "prefix_num_tokens": {"distribution": "lognormal", "average": 1000, "max": 5000},
+            "num_tokens": tokens,
+            **changed,
+        },
+        "prompt_output": {"num_tokens": tokens},
+    }
+
+
+def test_described_conversations_are_generated(tmp_path: Path) -> None:
+    file = tmp_path / "generate.json"
+    file.write_text(json.dumps(described()))
+    workload = trace(file, None, "s", Load())
+    assert workload == trace(file, None, "s", Load())
+    assert workload != trace(file, None, "other", Load())
+    assert (len(workload.conversations), workload.shared_tokens()) == (40, 500)
+    prefixes = []
+    for conversation in workload.conversations:
+        first, *later = conversation.turns
+        # Seven messages are four of the user's: an odd number is rounded up.
+        assert len(later) == 3
+        system, user = first.parts
+        assert (system.role, system.tokens, system.shared) == ("system", 500, True)
+        prefixes.append((user.tokens or 0) - 130)
+        for turn in later:
+            (part,) = turn.parts
+            assert 100 <= (part.tokens or 0) <= 160
+        assert all(100 <= turn.answer_tokens <= 160 for turn in conversation.turns)
+    assert statistics.mean(prefixes) == pytest.approx(1000, rel=0.25)
+    assert {turn.answer_tokens for turn in trace(file, 9, "s", Load()).conversations[0].turns} == {
+        9
+    }
+
+
+@pytest.mark.parametrize(
+    ("distribution", "mean"),
+    [
+        ({"distribution": "constant", "value": 300}, 300),
+        ({"distribution": "uniform", "min": 200, "max": 400}, 300),
+        ({"distribution": "lognormal", "average": 300}, 300),
+        ({"distribution": "lognormal", "mean": 5.0, "sigma": 0.5}, 168),
+        ({"distribution": "poisson", "alpha": 300}, 300),
+        ({"distribution": "zipf", "alpha": 3.5}, 1.19),
+        ({"distribution": "zipf", "alpha": 1.5, "max": 1}, 1),
+    ],
+)
+def test_token_counts_follow_their_distribution(
+    distribution: dict[str, Any], mean: float, tmp_path: Path
+) -> None:
+    file = tmp_path / "generate.json"
+    turns = {"distribution": "constant", "value": 100}
+    file.write_text(json.dumps(described(num_tokens=distribution, num_turns=turns)))
+    drawn = [
+        turn.parts[0].tokens or 0
+        for conversation in trace(file, None, "s", Load()).conversations
+        for turn in conversation.turns[1:]
+    ]
+    assert statistics.mean(drawn) == pytest.approx(mean, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        None,
+        {"distribution": "normal"},
+        {"distribution": "constant"},
+        {"distribution": "uniform", "min": 5, "max": 4},
+        {"distribution": "zipf", "alpha": 1},
+        {"distribution": "lognormal", "average": 5, "median_ratio": 1},
+    ],
+)
+def test_a_wrong_distribution_is_told_in_one_line(distribution: Any, tmp_path: Path) -> None:
+    file = tmp_path / "generate.json"
+    file.write_text(json.dumps(described(num_tokens=distribution)))
+    with pytest.raises(PdctlError, match=r"prompt_input\.num_tokens") as refused:
+        trace(file, None, "s", Load())
+    assert refused.value.code == 2
+
+
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '[{"id": 1}]', '{"filetype": "generate_conversations"}', '[{"messages": []}]'],
+    [
+        "{",
+        "[]",
+        "{}",
+        '[{"id": 1}]',
+        '{"filetype": "generate_conversations"}',
+        '{"filetype": "generate_conversations", "num_conversations": 2}',
+        '[{"messages": []}]',
+    ],
 )
 def test_a_file_that_is_no_trace_is_told(text: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"

@@ -166,6 +166,19 @@ def test_statistics_of_the_upstream_benchmark_are_read(tmp_path: Path) -> None:
     assert (ended.code, len(ended.lines)) == (2, 1)
 
 
+def test_lengths_that_were_not_planned_stand_in_bands(tmp_path: Path) -> None:
+    run = MadeRun()
+    for row in run.rows:
+        row["prompt_tokens"] += 10
+        del row["target_tokens"]
+    report = json.loads(pdctl("report", run.write(tmp_path), "-o", "json").out)
+    assert [(each["label"], each["tokens"]) for each in report["by_length"]] == [
+        ("up to 2,048", 1034),
+        ("up to 4,096", 2058),
+        ("up to 8,192", 4106),
+    ]
+
+
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     ended = pdctl("report", MadeRun().write(tmp_path), "-o", "png", "-f", tmp_path / "x.png")

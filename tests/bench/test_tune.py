@@ -52,8 +52,12 @@ def made(fixed: float, per_token: float, folder: Path) -> Path:
 def test_the_threshold_is_where_reading_becomes_faster(tmp_path: Path) -> None:
     # 0.5 n = 100 + 0.1 n at 250 tokens.
     folder = made(100, 0.1, tmp_path / "run")
+    settings = json.loads((folder / "run.json").read_text())
+    settings["about"]["recompute_threshold"] = 1
+    (folder / "run.json").write_text(json.dumps(settings))
     ended = pdctl("tune", folder, "-o", tmp_path / "new.yaml", "--json")
     advice = json.loads(ended.out)
+    assert advice["now"]["recompute_threshold"] == 64
     even = advice["fit"]["break_even"]
     assert ended.code == 0
     assert even["low"] <= 250 <= even["high"]

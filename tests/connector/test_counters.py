@@ -4,7 +4,7 @@ import prometheus_client
 import pytest
 
 from pd_connector import counters
-from pd_connector.counters import Pending, apply, observe
+from pd_connector.counters import Pending, apply, begin, observe
 from pd_connector.telemetry import Metric
 
 COUNTER = Metric("pd_test_refused_total", "counter", "Test.", ("reason",))
@@ -57,3 +57,15 @@ def test_what_nobody_takes_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatc
         pending.add(GAUGE)
     assert len(pending.take()) == 2
     assert pending.lost == 3
+
+
+def test_counters_are_at_0_before_their_first_event() -> None:
+    kinds = Metric("pd_test_kinds_total", "counter", "Test.", ("kind",), values=(("a", "b"),))
+    plain = Metric("pd_test_plain_total", "counter", "Test.")
+    peers = Metric("pd_test_peers_total", "counter", "Test.", ("peer",))
+    begin(kinds, plain, peers)
+    assert value("pd_test_kinds_total", kind="a") == value("pd_test_kinds_total", kind="b") == 0
+    assert value("pd_test_plain_total") == 0
+    observe(kinds, "b")
+    begin(kinds)
+    assert value("pd_test_kinds_total", kind="b") == 1

@@ -4,16 +4,20 @@ import json
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pd_connector.identity import Identity
 from pd_connector.proof import (
     VERSION,
     block_size_of,
+    continued,
     make_proof,
+    packed,
     proof_seed,
     tokens_per_digest,
     tokens_proven,
@@ -187,3 +191,24 @@ def test_contract_and_pure_parts_import_no_engine() -> None:
         "sys.exit(any(name.split('.')[0] in ('vllm', 'torch') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kept", [0, 150, 300, 310])
+def test_a_prompt_that_was_compared_is_not_packed_again_for_its_turn(kept: int) -> None:
+    request = SimpleNamespace(
+        prompt_token_ids=list(range(300)),
+        all_token_ids=list(range(310)),
+        prompt_embeds=None,
+        lora_request=None,
+        cache_salt=None,
+        mm_features=[],
+    )
+    identity = Identity(SimpleNamespace(model="m"), BLOCK)
+    ready = packed(request.prompt_token_ids)
+    assert identity.proof(request, kept, ready) == identity.proof(request, kept)
+
+
+@pytest.mark.parametrize("ids", [[-1, 2], [1, 2]])
+def test_an_id_outside_the_range_in_the_answer_proves_nothing(ids: list[int]) -> None:
+    proof = make_proof(SEED, continued(packed(ids), [1 << 32]), BLOCK)
+    assert tokens_proven(proof, 3, SEED, [*ids, 1 << 32]) == 0

@@ -134,9 +134,18 @@ def test_transfers_are_counted_and_told(prefill: Prefill) -> None:
     rows = prefill.rows()
     assert rows[telemetry.ENGINE_TRANSFER_BYTES.name] == [(labels, 600), (labels, 400)]
     assert rows[telemetry.ENGINE_TRANSFER_SECONDS.name] == [(labels, 0.004), (labels, 0.005)]
-    assert rows[telemetry.ENGINE_TRANSFER_FAILURES.name] == [(labels, 1)]
+    assert rows[telemetry.ENGINE_TRANSFER_FAILURES.name] == [(labels, 0), (labels, 1)]
     until("the spans are sent", lambda: len(prefill.spans) == 2)
     assert [record.ended - record.started for record in prefill.spans] == [4_000_000, 5_000_000]
+
+
+def test_failures_are_at_0_before_the_first_and_told_once_per_peer(prefill: Prefill) -> None:
+    for _ in range(2):
+        mine = request()
+        prefill.claimed(mine)
+        prefill.reads.start(mine)
+    labels = ("d2p", "UCX", "laptop-decode-0")
+    assert prefill.rows()[telemetry.ENGINE_TRANSFER_FAILURES.name] == [(labels, 0)]
 
 
 def test_prefills_blocks_go_the_other_way(prefill: Prefill) -> None:

@@ -103,14 +103,14 @@ def test_the_fields_of_a_vllms_handles_are_found() -> None:
     assert handle_keys(object) == frozenset()
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.28.1", "0.29.0+cu130", "0.29.1.dev3"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.28.1", "0.29.0+cu130", "0.29.1.dev3", "0.32.0"])
 def test_a_known_vllm_is_taken(version: str) -> None:
     refuse_unknown({}, version)
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.30.0", "0.32.0", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "1.0.0", "dev"])
 def test_an_unknown_vllm_is_refused_unless_it_is_allowed(version: str) -> None:
     with pytest.raises(UnknownVllmError) as error:
         refuse_unknown({}, version)
-    assert f"0.26 to 0.29, and this is {version}: PD_UNKNOWN_VLLM=allow" in str(error.value)
+    assert f"0.26 to 0.32, and this is {version}: PD_UNKNOWN_VLLM=allow" in str(error.value)
     refuse_unknown({"PD_UNKNOWN_VLLM": "allow"}, version)

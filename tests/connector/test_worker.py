@@ -1,6 +1,7 @@
 """The worker on vLLM's own code, with a stand-in for NIXL: no engine, no memory, no wire."""
 
 import queue
+import threading
 import time
 from collections import defaultdict, deque
 from types import SimpleNamespace
@@ -39,6 +40,16 @@ class FakeNixl:
         return {}
 
 
+PAIRS = hasattr(PdPullWorker.__mro__[2], "get_transfer_results")
+"""vLLM from 0.30 on tells done and failed transfers apart."""
+
+
+def popped(worker: PdPullWorker) -> set[str]:
+    """The requests whose transfers are over."""
+    done = worker._pop_done_transfers(worker._recving_transfers)
+    return done[0] if PAIRS else done
+
+
 @pytest.fixture
 def worker() -> PdPullWorker:
     """Only what the tested methods use; vLLM's constructor needs a device and an agent."""
@@ -61,6 +72,11 @@ def worker() -> PdPullWorker:
     worker.consumer_notification_counts_by_req = defaultdict(int)
     worker.expected_consumer_notifications_by_req = {}
     worker.shutdown = lambda: None
+    if PAIRS:
+        worker._recv_failures, worker._replicated_pcp_done_sending = set(), set()
+        worker._invalid_remote_engines, worker._failed_remote_engines = set(), set()
+        worker._handshake_lock, worker._remote_agents = threading.RLock(), {"decode-0": {}}
+        worker._handshake_futures, worker._engine_by_address = {}, {("host", 1): "decode-0"}
     return worker
 
 
@@ -122,7 +138,7 @@ def test_ended_reads_are_told_apart_by_request(worker: PdPullWorker) -> None:
     read(worker, "r1", 1, 2)
     read(worker, "r2", 3)
     worker.nixl_wrapper.states = {1: "DONE", 2: "PROC", 3: "DONE"}
-    assert worker._pop_done_transfers(worker._recving_transfers) == {"r2"}
+    assert popped(worker) == {"r2"}
     report = worker.take_report()
     assert report is not None
     assert report.transfers == [
@@ -131,7 +147,7 @@ def test_ended_reads_are_told_apart_by_request(worker: PdPullWorker) -> None:
     ]
     assert worker._recving_transfers == {"r1": [2]}
     worker.nixl_wrapper.states[2] = "DONE"
-    assert worker._pop_done_transfers(worker._recving_transfers) == {"r1"}
+    assert popped(worker) == {"r1"}
     assert worker.take_report() is not None
     assert worker.take_report() is None
 
@@ -154,10 +170,13 @@ def test_a_read_past_its_claim_does_not_count(worker: PdPullWorker) -> None:
     read(worker, "late", 1)
     read(worker, "soon", 2)
     worker.nixl_wrapper.states = {1: "DONE", 2: "DONE"}
-    assert worker._pop_done_transfers(worker._recving_transfers) == {"late", "soon"}
+    assert popped(worker) == {"late", "soon"}
     report = worker.take_report()
     assert report is not None and report.expired == {"late"}
-    assert worker._failed_recv_reqs.get_nowait() == "late"
+    if PAIRS:
+        assert worker._recv_failures == {"late"}
+    else:
+        assert worker._failed_recv_reqs.get_nowait() == "late"
     assert worker._failed_recv_reqs.empty()
     assert worker._invalid_block_ids.get_nowait() == {1, 2}
 

@@ -45,12 +45,15 @@ def receiver() -> Iterator[Receiver]:
 def pair(deployment: Deployment, receiver: Receiver) -> Iterator["Pair"]:
     spec = deployment.spec
     kept = {key: spec.get(key) for key in ("observability", "prefill", "engine", "kv_transfer")}
-    spec["observability"] = {**spec["observability"], "otlp_endpoint": receiver.endpoint}
+    spec["observability"] = {
+        **spec["observability"],
+        "otlp_endpoint": receiver.url,
+        "otlp_protocol": "http/protobuf",
+    }
     spec["prefill"] = {**spec["prefill"], "prefix_caching": True}
     spec["kv_transfer"] = {**spec["kv_transfer"], "decode_ttl": "300s"}
-    env = {**spec["engine"]["env"], "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     args = {**spec["engine"]["extra_args"], "decode": DECODE_ARGS}
-    spec["engine"] = {**spec["engine"], "env": env, "extra_args": args}
+    spec["engine"] = {**spec["engine"], "extra_args": args}
     deployment.write()
     deployment.pdctl("up", "SPEC", "--bidir", "on")
     yield Pair(deployment, receiver)

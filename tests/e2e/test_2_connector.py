@@ -257,3 +257,22 @@ def test_a_leg_tells_its_settings(deployment: Deployment, leg: str) -> None:
     assert "signed=on" in deployment.log(f"{leg}-0")
     line = next(x for x in deployment.log(f"{leg}-0").splitlines() if contract.LOG_SETTINGS in x)
     assert json.loads(line.partition(f"{contract.LOG_SETTINGS}: ")[2]) == found
+
+
+@pytest.mark.parametrize(
+    ("leg", "metrics"),
+    [
+        ("prefill", [telemetry.ENGINE_DECISIONS, telemetry.ENGINE_TOKENS]),
+        ("decode", [telemetry.ENGINE_PINS_ENDED]),
+    ],
+)
+def test_counters_are_there_before_their_first_event(
+    deployment: Deployment, leg: str, metrics: list[telemetry.Metric]
+) -> None:
+    url = getattr(deployment, f"{leg}_url")
+    shown = deployment.client.get(f"{url}/metrics").text
+    for each in (*metrics, telemetry.ENGINE_REFUSED, telemetry.ENGINE_REJECTED):
+        (label,), (values,) = each.labels, each.values
+        for value in values:
+            assert f'{each.name}{{{label}="{value}"}}' in shown
+    assert f"{telemetry.ENGINE_SPANS_DROPPED.name} 0.0" in shown

@@ -211,13 +211,33 @@ def test_what_nobody_will_read_is_released(deployment: Deployment, start: Start)
     until("decode has let go of two", lambda: pins(deployment) <= before + 1)
 
 
+def test_a_conversation_that_pauses_keeps_its_blocks(deployment: Deployment, start: Start) -> None:
+    """A router whose handles live for 1 s renews decode's lease of 300 s until it is used."""
+    chat = Chat(deployment, start(handle_ttl=1, handle_max_age=600), conversation_id="pause")
+    known = {turn["id"] for turn in leases(deployment)["turns"]}
+    chat.say(200)
+
+    def renewed() -> bool:
+        mine = [turn for turn in leases(deployment)["turns"] if turn["id"] not in known]
+        return any(turn["age"] > 4 and turn["seconds_left"] > 297 for turn in mine)
+
+    until("decode keeps it for as long as at first", renewed)
+    assert outcome(chat.say(50)) == Outcome.HIT.value
+
+
 def pins(deployment: Deployment) -> int:
     """Finished turns that decode keeps."""
+    kept: int = leases(deployment)["pins"]
+    return kept
+
+
+def leases(deployment: Deployment) -> dict[str, Any]:
+    """What decode tells of the turns that it keeps."""
     key = lease_key(secret(deployment).read_bytes().strip())
-    leases = deployment.client.get(
+    answer = deployment.client.get(
         f"{deployment.decode_url}{contract.ENGINE_LEASES_PATH}",
         headers={contract.LEASE_KEY_HEADER: key},
     )
-    assert leases.status_code == 200, leases.text
-    kept: int = leases.json()["pins"]
-    return kept
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told

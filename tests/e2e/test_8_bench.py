@@ -39,7 +39,6 @@ def test_on_halves_prefill_and_answers_alike(deployment: Deployment, compared: P
     assert all(row["read_bytes"] > 0 and row["read_ms"] > 0 for row in reads)
 
 
-@pytest.mark.xfail(reason="a run of one arm does not notice decode's warm prefix cache")
 def test_a_replayed_seed_meets_a_warm_cache_and_is_told(
     deployment: Deployment, compared: Path, tmp_path: Path
 ) -> None:

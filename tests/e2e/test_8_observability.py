@@ -28,6 +28,7 @@ from pdctl.observe.boards import BOARDS
 from pdctl.observe.panel import Panel, Scope, fill
 from pdctl.observe.prometheus import Prometheus
 from tests.e2e.conftest import Deployment
+from tests.observe.exemplars import bucket_traces
 from tests.observe.otlp_receiver import OtlpReceiver
 from tests.ports import free_ports
 from tests.programs import program
@@ -255,14 +256,6 @@ def test_every_query_that_the_load_can_feed_finds_data(loaded: Watched) -> None:
 NOT_FED = {
     # The spec names no provider.
     "PdProviderFallback": "label missing",
-    # Counters that have no series before something goes wrong.
-    "pd-handles: Handles that engines refused": "metric unknown",
-    "pd-handles: Too late": "metric unknown",
-    "pd-legs: Prefills repeated without their handle": "metric unknown",
-    "pd-legs: Spans lost": "metric unknown",
-    "pd-legs: Transfer parameters that clients sent": "metric unknown",
-    "pd-transfer: Failed reads": "metric unknown",
-    "pd-turns: Why handles were not sent": "metric unknown",
     # Every later turn was read back.
     "pd-turns: What a later turn without readback costs": "no series",
 }
@@ -291,6 +284,15 @@ def test_one_trace_across_three_processes(loaded: Watched, tmp_path: Path) -> No
     picture = loaded.deployment.pdctl("trace", "--slowest", "--file", str(file)).stdout
     assert "pd.turn" in picture
     print(loaded.deployment.pdctl("trace", trace, "--file", str(file)).stdout)
+
+
+def test_buckets_lead_to_traces(loaded: Watched) -> None:
+    until(
+        "Prometheus has exemplars, and the receiver their traces",
+        lambda: (found := bucket_traces(loaded.prometheus)) and found <= loaded.receiver.traces(),
+    )
+    ours = {span.trace_id.hex() for span in loaded.receiver.spans() if span.name == "pd.turn"}
+    assert bucket_traces(loaded.prometheus) <= ours
 
 
 def check_tree(spans: list[dict[str, Any]], client: str) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,12 @@ exec {sys.executable} {FAKE_ENGINE} --role "$role" --port "$port"
 
 
 class Place:
-    """A state folder and a spec of fake engines in it."""
+    """A state folder and a spec of fake engines in it, by default of a name that no other run on
+    this machine has: tests look for processes by it."""
 
-    def __init__(self, folder: Path, name: str = "fakes"):
+    def __init__(self, folder: Path, name: str = ""):
         self.folder = folder
-        self.name = name
+        self.name = name = name or f"fakes-{uuid.uuid4().hex[:6]}"
         self.spec_file = folder / f"{name}.yaml"
         python = folder / "fake-python"
         python.write_text(FAKE_PYTHON)

@@ -23,10 +23,10 @@ def test_up_status_down(place: Place) -> None:
     assert list(legs) == ["prefill-0", "decode-0", "router-0"]
     assert {each["phase"] for each in legs.values()} == {"healthy"}
     assert "router-0" in place.pdctl("status", "SPEC").stdout
-    assert place.pdctl("down", "SPEC").stdout == "fakes: down\n"
+    assert place.pdctl("down", "SPEC").stdout == f"{place.name}: down\n"
     assert place.legs() == {}
-    assert running("PDCTL_LEG=fakes/prefill-0") == []
-    assert place.pdctl("down", "SPEC").stdout == "fakes: nothing to stop\n"
+    assert running(f"PDCTL_LEG={place.name}/prefill-0") == []
+    assert place.pdctl("down", "SPEC").stdout == f"{place.name}: nothing to stop\n"
     assert "nothing runs" in place.pdctl("status", code=1).stderr
 
 
@@ -67,7 +67,7 @@ def test_a_leg_that_left_the_spec_is_stopped(place: Place) -> None:
     up = place.pdctl("up", "SPEC")
     assert "decode-1: no longer in the spec, stopping it" in up.stderr
     assert set(place.pids()) == {"prefill-0", "decode-0", "router-0"}
-    assert running("PDCTL_LEG=fakes/decode-1") == []
+    assert running(f"PDCTL_LEG={place.name}/decode-1") == []
 
 
 def test_a_leg_that_fails_is_named_with_its_reason(place: Place) -> None:
@@ -75,11 +75,11 @@ def test_a_leg_that_fails_is_named_with_its_reason(place: Place) -> None:
     place.write()
     up = place.pdctl("up", "SPEC", code=1)
     assert "decode-0: ended: ValueError: no room for the KV cache" in up.stderr
-    assert f"log: {place.folder}/state/fakes/decode-0.log" in up.stderr
+    assert f"log: {place.folder}/state/{place.name}/decode-0.log" in up.stderr
     assert "Traceback" not in up.stderr
     assert place.legs() == {}
-    assert running("PDCTL_LEG=fakes/prefill-0") == []
-    assert "no room" in place.pdctl("logs", "fakes", "decode-0").stdout
+    assert running(f"PDCTL_LEG={place.name}/prefill-0") == []
+    assert "no room" in place.pdctl("logs", place.name, "decode-0").stdout
 
 
 def test_a_failed_restart_leaves_the_other_legs_running(place: Place) -> None:
@@ -117,9 +117,9 @@ def test_a_killed_up_forgets_nothing(place: Place) -> None:
     legs = place.legs()
     assert legs["prefill-0"]["phase"] == "starting"
     assert legs["decode-0"]["phase"] == "healthy"
-    place.pdctl("down", "fakes")
-    assert running("PDCTL_LEG=fakes/prefill-0") == []
-    assert running("PDCTL_LEG=fakes/decode-0") == []
+    place.pdctl("down", place.name)
+    assert running(f"PDCTL_LEG={place.name}/prefill-0") == []
+    assert running(f"PDCTL_LEG={place.name}/decode-0") == []
 
 
 def test_an_interrupted_up_cleans_up(place: Place) -> None:
@@ -132,7 +132,7 @@ def test_an_interrupted_up_cleans_up(place: Place) -> None:
     assert up.returncode == 130
     assert "stopping what was started: prefill-0, decode-0" in stderr
     assert place.legs() == {}
-    assert running("PDCTL_LEG=fakes/decode-0") == []
+    assert running(f"PDCTL_LEG={place.name}/decode-0") == []
 
 
 def test_a_dead_leg_is_shown_and_healed(place: Place) -> None:
@@ -140,7 +140,7 @@ def test_a_dead_leg_is_shown_and_healed(place: Place) -> None:
     before = place.pids()
     os.kill(before["decode-0"], signal.SIGKILL)
     until("decode is dead", lambda: place.legs()["decode-0"]["phase"] == "dead")
-    assert "dead" in place.pdctl("status", "fakes", code=1).stdout
+    assert "dead" in place.pdctl("status", place.name, code=1).stdout
     healed = place.pdctl("up", "SPEC")
     assert "decode-0: does not run any more" in healed.stderr
     after = place.pids()
@@ -150,13 +150,13 @@ def test_a_dead_leg_is_shown_and_healed(place: Place) -> None:
 
 
 def test_deployments_side_by_side(place: Place) -> None:
-    other = Place(place.folder, "others")
+    other = Place(place.folder)
     place.pdctl("up", "SPEC")
     other.pdctl("up", "SPEC")
     both = json.loads(place.pdctl("status", "--json").stdout)["legs"]
-    assert {each["deployment"] for each in both} == {"fakes", "others"}
+    assert {each["deployment"] for each in both} == {place.name, other.name}
     before = other.pids()
-    place.pdctl("down", "fakes")
+    place.pdctl("down", place.name)
     assert other.pids() == before
     assert {each["phase"] for each in other.legs().values()} == {"healthy"}
 
@@ -165,19 +165,19 @@ def test_down_ends_what_ignores_sigterm_and_what_left_the_session(place: Place) 
     place.spec["prefill"]["env"] = {"FAKE_START": "stubborn"}
     place.write()
     place.pdctl("up", "SPEC")
-    assert len(running("PDCTL_LEG=fakes/prefill-0")) >= 3
-    down = place.pdctl("down", "fakes", "--grace", "0.5")
+    assert len(running(f"PDCTL_LEG={place.name}/prefill-0")) >= 3
+    down = place.pdctl("down", place.name, "--grace", "0.5")
     assert "killing" in down.stderr
-    assert running("PDCTL_LEG=fakes/prefill-0") == []
+    assert running(f"PDCTL_LEG={place.name}/prefill-0") == []
 
 
 def test_down_leaves_a_process_alone_that_is_not_of_its_start(place: Place) -> None:
     place.pdctl("up", "SPEC")
     stranger = subprocess.Popen(
-        ["sleep", "100"], env={"PDCTL_LEG": "fakes/prefill-0", "PDCTL_LAUNCH": "another"}
+        ["sleep", "100"], env={"PDCTL_LEG": f"{place.name}/prefill-0", "PDCTL_LAUNCH": "another"}
     )
     try:
-        place.pdctl("down", "fakes")
+        place.pdctl("down", place.name)
         assert stranger.poll() is None
     finally:
         stranger.kill()
@@ -218,11 +218,11 @@ def test_one_up_at_a_time(place: Place) -> None:
 
 def test_logs(place: Place) -> None:
     place.pdctl("up", "SPEC")
-    log = place.folder / "state/fakes/router-0.log"
+    log = place.folder / f"state/{place.name}/router-0.log"
     with log.open("a") as stream:
         stream.write("one\ntwo\nthree\n")
     assert place.pdctl("logs", "SPEC", "router-0", "-n", "2").stdout == "two\nthree\n"
-    follow = place.start("logs", "fakes", "router-0", "-n", "1", "-f")
+    follow = place.start("logs", place.name, "router-0", "-n", "1", "-f")
     assert follow.stdout is not None
     assert follow.stdout.readline() == "three\n"
     with log.open("a") as stream:
@@ -231,13 +231,13 @@ def test_logs(place: Place) -> None:
     follow.send_signal(signal.SIGINT)
     follow.communicate(timeout=30)
     assert follow.returncode == 130
-    unknown = place.pdctl("logs", "fakes", "decode-7", code=2)
+    unknown = place.pdctl("logs", place.name, "decode-7", code=2)
     assert "there is decode-0, prefill-0, router-0" in unknown.stderr
 
 
 def test_logs_of_earlier_starts_are_kept(place: Place) -> None:
     place.pdctl("up", "SPEC")
-    log = place.folder / "state/fakes/decode-0.log"
+    log = place.folder / f"state/{place.name}/decode-0.log"
     log.write_text("the first start\n")
     place.spec["decode"]["max_num_seqs"] = 4
     place.write()
@@ -251,16 +251,16 @@ def test_a_broken_spec_does_not_keep_down_from_working(place: Place) -> None:
     place.write()
     down = place.pdctl("down", "SPEC", code=2)
     assert "give the deployment's name" in down.stderr
-    place.pdctl("down", "fakes")
+    place.pdctl("down", place.name)
     assert place.legs() == {}
 
 
 def test_a_damaged_record_is_one_clear_line(place: Place) -> None:
     place.pdctl("up", "SPEC")
-    place.pdctl("down", "fakes")
-    record = place.folder / "state/fakes/decode-0.json"
+    place.pdctl("down", place.name)
+    record = place.folder / f"state/{place.name}/decode-0.json"
     record.write_text("{")
-    status = place.pdctl("status", "fakes", code=2)
+    status = place.pdctl("status", place.name, code=2)
     assert status.stderr.count("\n") == 1
     assert str(record) in status.stderr
 
@@ -308,8 +308,8 @@ def test_an_interrupted_up_cleans_up_when_nobody_reads_its_output(place: Place) 
     up.stderr.close()
     up.send_signal(signal.SIGINT)
     up.wait(timeout=30)
-    assert running("PDCTL_LEG=fakes/prefill-0") == []
-    assert running("PDCTL_LEG=fakes/decode-0") == []
+    assert running(f"PDCTL_LEG={place.name}/prefill-0") == []
+    assert running(f"PDCTL_LEG={place.name}/decode-0") == []
     assert place.legs() == {}
 
 
@@ -327,14 +327,14 @@ def test_an_up_that_is_terminated_cleans_up(place: Place) -> None:
 def test_a_state_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     place = Place(tmp_path)
     (tmp_path / "state").write_text("not a folder")
-    for words in (["status"], ["status", "fakes"], ["down", "fakes"]):
+    for words in (["status"], ["status", place.name], ["down", place.name]):
         assert "Not a directory" in place.pdctl(*words, code=2).stderr
 
 
 def test_names_that_are_none_are_refused(place: Place) -> None:
     place.pdctl("up", "SPEC")
     (place.folder / "state/secret.log").write_text("secret\n")
-    assert "has no log of ../secret" in place.pdctl("logs", "fakes", "../secret", code=2).stderr
+    assert "has no log of ../secret" in place.pdctl("logs", place.name, "../secret", code=2).stderr
     for name in ("", "..", "x" * 300):
         assert "is neither a deployment's name nor" in place.pdctl("down", name, code=2).stderr
 
@@ -343,7 +343,7 @@ def test_a_port_that_does_not_speak_http_is_told(place: Place) -> None:
     place.pdctl("up", "SPEC")
     router = place.legs()["router-0"]
     os.kill(router["pid"], signal.SIGSTOP)
-    record = place.folder / "state/fakes/router-0.json"
+    record = place.folder / f"state/{place.name}/router-0.json"
     with socket.socket() as other:
         port = free_ports(1)[0]
         other.bind(("127.0.0.1", port))
@@ -353,14 +353,14 @@ def test_a_port_that_does_not_speak_http_is_told(place: Place) -> None:
         record.write_text(
             record.read_text().replace(f":{place.spec['router']['port']}", f":{port}")
         )
-        status = place.pdctl("status", "fakes", code=1)
+        status = place.pdctl("status", place.name, code=1)
         answer.join()
     assert "router-0: what listens there does not speak HTTP" in status.stdout
 
 
 def test_status_is_whole_when_piped(place: Place) -> None:
     place.pdctl("up", "SPEC")
-    shown = place.pdctl("status", "fakes").stdout
+    shown = place.pdctl("status", place.name).stdout
     for leg_status in place.legs().values():
         assert leg_status["url"] in shown
         assert str(leg_status["pid"]) in shown
@@ -369,7 +369,7 @@ def test_status_is_whole_when_piped(place: Place) -> None:
 def test_an_unhealthy_engine_is_restarted(place: Place) -> None:
     place.pdctl("up", "SPEC")
     before = place.pids()
-    record = place.folder / "state/fakes/decode-0.json"
+    record = place.folder / f"state/{place.name}/decode-0.json"
     port, router_port = place.spec["decode"]["legs"][0]["port"], free_ports(1)[0]
     refusing = subprocess.Popen(
         [

@@ -1,10 +1,12 @@
-"""A fake of Grafana's HTTP API: folders, dashboards and data sources, in memory.
+"""A fake of Grafana's HTTP API: folders, dashboards, data sources and alert rules, in memory.
 
 It follows what Grafana's OpenAPI description says of these endpoints: paths, fields, status codes,
-service account tokens, versions that must match. It draws nothing and checks no dashboard.
+service account tokens, versions that must match, provenance. It draws nothing, checks no dashboard
+and evaluates no rule.
 """
 
 import json
+import re
 import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 EDITOR, VIEWER = "glsa_editor", "glsa_viewer"
+NO_DATA_STATES = {"Alerting", "NoData", "OK", "KeepLast"}
+ERROR_STATES = {"OK", "Alerting", "Error", "KeepLast"}
 
 
 class FakeGrafana:
@@ -21,7 +25,15 @@ class FakeGrafana:
         self.folders: dict[str, dict[str, Any]] = {}
         self.dashboards: dict[str, dict[str, Any]] = {}
         self.sources: dict[str, dict[str, Any]] = {}
+        self.groups: dict[tuple[str, str], dict[str, Any]] = {}
+        """Rule groups by uid of their folder and title."""
+        self.refuses_rules = False
+        """The token may do anything but that."""
+        self.sent: dict[str, Any] = {}
+        """The last rule group as it came."""
         self.writes: list[str] = []
+        self.provenance = ""
+        """Of what the present request writes."""
         self._prefix = prefix
         grafana = self
 
@@ -30,6 +42,7 @@ class FakeGrafana:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
                 token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+                grafana.provenance = "" if "X-Disable-Provenance" in self.headers else "api"
                 status, answer = grafana._answer(self.command, self.path, token, body)
                 text = json.dumps(answer).encode()
                 self.send_response(status)
@@ -92,6 +105,8 @@ class FakeGrafana:
         if (method, kind) == ("GET", "dashboards"):
             found = self.dashboards.get(uid)
             return (200, found) if found else (404, {"message": "Dashboard not found"})
+        if match := re.fullmatch(r"v1/provisioning/folder/([^/]+)/rule-groups/([^/]+)", path):
+            return self._group(method, (match[1], match[2]), body)
         if kind == "datasources":
             return self._source(method, uid, body)
         return 404, {"message": "Not found"}
@@ -137,3 +152,85 @@ class FakeGrafana:
             "readOnly": False,
         }
         return 200, {"message": "Datasource saved", "datasource": self.sources[body["uid"]]}
+
+    def _group(self, method: str, key: tuple[str, str], body: Any) -> tuple[int, Any]:
+        if self.refuses_rules:
+            return 403, {"message": "Permissions needed: alert.provisioning:read"}
+        if method == "GET":
+            found = self.groups.get(key)
+            return (200, found) if found else (404, {"message": "rule group not found"})
+        if key[0] not in self.folders:
+            return 400, {"message": "folder does not exist"}
+        self.sent = body
+        problem = self._wrong_group(key, body)
+        if problem:
+            return 400, {"message": f"invalid alert rule: {problem}"}
+        for rule in self.groups.get(key, {}).get("rules", ()):
+            if rule.get("provenance", "") not in ("", self.provenance):
+                return 409, {
+                    "message": f"cannot update with provided provenance '{self.provenance}', "
+                    f"needs '{rule['provenance']}'"
+                }
+        uids = {rule["uid"] for rule in body["rules"]}
+        for other, group in self.groups.items():
+            if other != key:
+                group["rules"] = [rule for rule in group["rules"] if rule["uid"] not in uids]
+        rules = [self._stored(rule, key) for rule in body["rules"]]
+        self.groups[key] = {
+            "title": key[1],
+            "folderUid": key[0],
+            "interval": body["interval"],
+            "rules": rules,
+        }
+        return 200, self.groups[key]
+
+    def _stored(self, rule: Any, key: tuple[str, str]) -> dict[str, Any]:
+        """With what Grafana adds, and a duration as Prometheus' library writes it."""
+        data = [
+            {**query, "model": {"intervalMs": 1000, "maxDataPoints": 43200, **query["model"]}}
+            for query in rule["data"]
+        ]
+        stored = {"isPaused": False, **rule, "data": data, "folderUID": key[0], "ruleGroup": key[1]}
+        stored |= {"id": 7, "orgID": 3, "updated": "2026-01-01T00:00:00Z"}
+        stored["for"] = re.sub(r"^60m$", "1h", stored["for"])
+        if self.provenance:
+            stored["provenance"] = self.provenance
+        return stored
+
+    def _wrong_group(self, key: tuple[str, str], body: Any) -> str | None:
+        """Why Grafana would not take it."""
+        if not isinstance(body["interval"], int) or body["interval"] <= 0 or body["interval"] % 10:
+            return "interval must be a multiple of 10 seconds"
+        taken = {
+            rule["title"]
+            for (folder, title), group in self.groups.items()
+            if folder == key[0] and title != key[1]
+            for rule in group["rules"]
+        }
+        for rule in body["rules"]:
+            lacks = {"orgID", "folderUID", "ruleGroup", "title", "condition", "data"} | {
+                "noDataState",
+                "execErrState",
+                "for",
+            }
+            if lacks - rule.keys():
+                return f"{lacks - rule.keys()} missing"
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", rule["uid"]):
+                return "uid"
+            if rule["title"] in taken or not 1 <= len(rule["title"]) <= 190:
+                return "title"
+            taken.add(rule["title"])
+            if rule["condition"] not in {query["refId"] for query in rule["data"]}:
+                return "condition"
+            if not re.fullmatch(r"([0-9]+(ms|[smhdwy]))+|0", rule["for"]):
+                return "for"
+            if rule["noDataState"] not in NO_DATA_STATES:
+                return "noDataState"
+            if rule["execErrState"] not in ERROR_STATES:
+                return "execErrState"
+            for query in rule["data"]:
+                if query["datasourceUid"] not in {*self.sources, "__expr__"}:
+                    return "data source not found"
+                if query["model"]["refId"] != query["refId"]:
+                    return "refId"
+        return None

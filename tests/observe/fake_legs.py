@@ -152,6 +152,7 @@ class FakeDeployment:
         r.of(t.ROUTER_HANDLES_HELD, DECODE).set(20)
         r.of(t.ROUTER_HANDLES_LIMIT).set(1000)
         r.of(t.ROUTER_HANDLES_BYTES).set(40_000)
+        r.of(t.ROUTER_HANDLES_BYTES_LIMIT).set(1_000_000)
         r.of(t.ROUTER_HANDLE_TTL).set(450)
         r.of(t.ROUTER_INFO, "0.1.0", "pdctl", "on", "connector", "auto").set(1)
         for outcome in Outcome:
@@ -183,5 +184,6 @@ class FakeDeployment:
                 leg.of(metric, *V).set(0.4)
             for reason in ("capacity", "deferred"):
                 leg.of(WAITING, *V, reason).set(0)
+        self.decode.of(t.ENGINE_PINS_ENDED, "high_water")
         self.decode.of(t.ENGINE_PINS).set(20)
         self.decode.of(t.ENGINE_PINNED_BLOCKS).set(35)

@@ -74,6 +74,10 @@ class OtlpReceiver(TraceServiceServicer):  # type: ignore[misc]
         """Names of a trace's spans that have come in."""
         return [span.name for span in self.spans() if span.trace_id.hex() == trace]
 
+    def traces(self) -> set[str]:
+        """Ids of all traces that have come in."""
+        return {span.trace_id.hex() for span in self.spans()}
+
     def protocols(self) -> set[str]:
         return {protocol for protocol, _ in list(self.requests)}
 

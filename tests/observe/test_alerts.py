@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from pd_connector import contract, telemetry
-from pdctl.observe.alerts import ALERTS, EXPECTED, Settings, rules
+from pdctl.observe.alerts import ALERTS, rules
+from pdctl.observe.conditions import EXPECTED, Settings
+from pdctl.observe.grafana_rules import rule_group
 from tests.programs import program
 
 D = 'deployment="d"'
@@ -17,11 +19,13 @@ ROUTER = f'{D},instance="r:1",job="pdctl"'
 PREFILL = f'{D},leg="prefill-0",role="prefill",instance="p:1",job="pdctl"'
 DECODE = f'{D},leg="decode-0",role="decode",instance="c:1",job="pdctl"'
 SPEC = {"deployment": "d", "bidirectional": "on", "provider": "efa", "connector": "pdctl"}
+OTHER = {"deployment": "other", "provider": "efa", "connector": "pdctl"}
 MINUTES = 60
 
 TURNS = telemetry.ROUTER_TURNS.name
 TTFT = telemetry.ROUTER_TTFT.name
 SOURCE = contract.ENGINE_PROMPT_TOKENS_BY_SOURCE
+PINS_ENDED = telemetry.ENGINE_PINS_ENDED.name
 INFO = telemetry.ENGINE_INFO.name
 
 
@@ -48,12 +52,16 @@ HEALTHY = {
     f'{telemetry.ROUTER_INFO.name}{{{ROUTER},bidirectional="on"}}': steady(1),
     f"{telemetry.ENGINE_PINNED_BLOCKS.name}{{{DECODE}}}": steady(60),
     f"{telemetry.ENGINE_BLOCKS.name}{{{DECODE}}}": steady(100),
+    f'{PINS_ENDED}{{{DECODE},reason="read"}}': rising(80),
+    f'{PINS_ENDED}{{{DECODE},reason="high_water"}}': rising(1),
     f'{TTFT}_bucket{{{ROUTER},le="2.5"}}': rising(98),
     f"{TTFT}_count{{{ROUTER}}}": rising(100),
     PAIR: steady(1),
     f'{telemetry.ROUTER_LEG_UP.name}{{{ROUTER},leg="decode-0",role="decode"}}': steady(1),
     f'{telemetry.ROUTER_HANDLES_HELD.name}{{{ROUTER},leg="decode-0"}}': steady(100),
     f"{telemetry.ROUTER_HANDLES_LIMIT.name}{{{ROUTER}}}": steady(1000),
+    f"{telemetry.ROUTER_HANDLES_BYTES.name}{{{ROUTER}}}": steady(300_000),
+    f"{telemetry.ROUTER_HANDLES_BYTES_LIMIT.name}{{{ROUTER}}}": steady(3_000_000),
     f"up{{{PREFILL}}}": steady(1),
     f"up{{{DECODE}}}": steady(1),
 }
@@ -116,15 +124,19 @@ BROKEN = {
         LEG,
         "d: finished turns hold 97% of the KV blocks of decode-0",
     ),
+    "PdPinnedTurnsCrowdedOut": Broken(
+        {f'{PINS_ENDED}{{{DECODE},reason="high_water"}}': rising(20)},
+        LEG,
+        "d: decode-0 freed 20% of finished turns' blocks for want of memory, before anybody came "
+        "back for them",
+    ),
     "PdTtftBurnsFast": Broken(
         {f'{TTFT}_bucket{{{ROUTER},le="2.5"}}': rising(20)},
-        summary="d: 80% of streamed turns miss the TTFT objective; the budget of a month is gone "
-        "in about two days",
+        summary="d: 80% of streamed turns miss the TTFT objective, by far more than it allows",
     ),
     "PdTtftBurnsSlowly": Broken(
         {f'{TTFT}_bucket{{{ROUTER},le="2.5"}}': rising(60)},
-        summary="d: 40% of streamed turns miss the TTFT objective; the budget of a month is gone "
-        "in about five days",
+        summary="d: 40% of streamed turns have missed the TTFT objective for hours",
     ),
     "PdPairUnhealthy": Broken(
         {PAIR: steady(0)},
@@ -179,6 +191,16 @@ def test_fires(name: str, tmp_path: Path) -> None:
     promtool(tmp_path, series, [{"alertname": name, "exp_alerts": [expected]}])
 
 
+def test_a_map_can_be_full_of_few_large_handles(tmp_path: Path) -> None:
+    series = {f"{telemetry.ROUTER_HANDLES_BYTES.name}{{{ROUTER}}}": steady(2_910_000)}
+    name = "PdRouterMapNearBound"
+    labels = BROKEN[name].labels | {"severity": "warning"}
+    url = "http://127.0.0.1:9090/consoles/router-map-near-bound.html"
+    summary = BROKEN[name].summary.replace("95%", "97%")
+    fires = {"exp_labels": labels, "exp_annotations": {"summary": summary, "runbook_url": url}}
+    promtool(tmp_path, {**HEALTHY, **series}, [{"alertname": name, "exp_alerts": [fires]}])
+
+
 def test_all_are_quiet_on_a_healthy_deployment(tmp_path: Path) -> None:
     promtool(tmp_path, HEALTHY, [{"alertname": alert.name, "exp_alerts": []} for alert in ALERTS])
 
@@ -207,32 +229,60 @@ def test_no_objective_no_expectation_no_false_alarm(tmp_path: Path) -> None:
             f"up{{{DECODE}}}": steady(1),
         },
         [{"alertname": alert.name, "exp_alerts": []} for alert in ALERTS],
-        expected={"deployment": "other", "provider": "efa", "connector": "pdctl"},
+        rules(Settings(expected=OTHER)),
     )
+
+
+@pytest.mark.parametrize("deployment", ["d", "e"])
+def test_grafana_s_conditions_are_of_one_deployment(deployment: str, tmp_path: Path) -> None:
+    """Without the recorded expectation, and over the series of their own deployment alone."""
+    settings = Settings(expected=SPEC | {"deployment": deployment})
+    alerts = [
+        {"alert": rule["title"].split()[0], "expr": rule["data"][0]["model"]["expr"]}
+        for rule in rule_group(settings, deployment, "prometheus").rules
+    ]
+    assert [each["alert"] for each in alerts] == [alert.name for alert in ALERTS]
+    cases = []
+    for name, broken in BROKEN.items():
+        fires = [{"exp_labels": broken.labels}] if deployment == "d" else []
+        cases.append(({**HEALTHY, **broken.series}, [{"alertname": name, "exp_alerts": fires}]))
+    rule_file = {"groups": [{"name": "grafana", "rules": alerts}]}
+    run_promtool(tmp_path, cases, rule_file, interval="10m")
 
 
 def promtool(
     folder: Path,
     series: dict[str, str | None],
     wanted: list[dict[str, Any]],
-    expected: dict[str, str] = SPEC,
+    rule_file: dict[str, Any] | None = None,
 ) -> None:
     """Run the rules over an hour of the series; what fires at its end must be what is wanted."""
-    settings = Settings(expected=expected)
-    (folder / "rules.yml").write_text(yaml.safe_dump(rules(settings)))
-    values = [{"series": name, "values": text} for name, text in series.items() if text is not None]
-    assert not any(each["series"].startswith(EXPECTED) for each in values)
-    test = {
-        "rule_files": ["rules.yml"],
-        "evaluation_interval": "30s",
-        "tests": [
+    run_promtool(folder, [(series, wanted)], rule_file or rules(Settings(expected=SPEC)))
+
+
+def run_promtool(
+    folder: Path,
+    cases: list[tuple[dict[str, str | None], list[dict[str, Any]]]],
+    rule_file: dict[str, Any],
+    interval: str = "30s",
+) -> None:
+    """Each case apart: its series, and what must fire."""
+    (folder / "rules.yml").write_text(yaml.safe_dump(rule_file))
+    tests = []
+    for series, wanted in cases:
+        assert not any(name.startswith(EXPECTED) for name in series)
+        tests.append(
             {
                 "interval": "1m",
-                "input_series": values,
+                "input_series": [
+                    {"series": name, "values": text}
+                    for name, text in series.items()
+                    if text is not None
+                ],
                 "alert_rule_test": [{"eval_time": f"{MINUTES}m", **each} for each in wanted],
             }
-        ],
-    }
+        )
+    test = {"rule_files": ["rules.yml"], "evaluation_interval": interval, "tests": tests}
     (folder / "test.yml").write_text(yaml.safe_dump(test))
     ended = subprocess.run(
         [program("promtool"), "test", "rules", "test.yml"],

@@ -1,6 +1,7 @@
 """`pdctl dashboards check` against a real Prometheus."""
 
 import json
+from pathlib import Path
 
 import httpx
 import pytest
@@ -8,8 +9,13 @@ import pytest
 from pd_connector import telemetry
 from pdctl.observe.alerts import ALERTS
 from pdctl.observe.boards import BOARDS
+from pdctl.observe.prometheus import Prometheus
 from tests.cli import pdctl
-from tests.observe.conftest import Watched
+from tests.observe.conftest import Watched, quick_spec
+from tests.observe.exemplars import bucket_traces
+from tests.observe.fake_legs import TRACE_ID
+from tests.programs import program
+from tests.waiting import until
 
 QUERIES = sum(len(panel.queries) for board in BOARDS for panel in board.panels)
 
@@ -31,6 +37,22 @@ def test_another_deployment_has_no_series(watched: Watched) -> None:
     name = telemetry.ROUTER_TURNS.name
     line = f'pd-turns: Turns per second: no series: {name} has none with deployment=~"other"'
     assert f"panel  {line}" in ended.out.splitlines()
+
+
+def test_legs_that_are_down_are_named(no_state: Path, tmp_path: Path) -> None:
+    for name in ("prometheus", "prometheus-alertmanager"):
+        program(name)
+    path, spec = quick_spec(tmp_path, "absent")
+    assert pdctl("observe", "up", path).code == 0
+    try:
+        url = f"http://127.0.0.1:{spec['observability']['stack']['prometheus_port']}"
+        until("it has looked", lambda: len(Prometheus(url).instant("up == 0")) == 3)
+        ended = pdctl("dashboards", "check", "--prometheus", url)
+        assert ended.code == 1
+        port = spec["decode"]["legs"][0]["port"]
+        assert f"decode-0 at 127.0.0.1:{port} does not answer {url}" in ended.lines
+    finally:
+        assert pdctl("observe", "down", "absent").code == 0
 
 
 def test_reasons(watched: Watched) -> None:
@@ -55,7 +77,11 @@ def test_counts_on_panels_are_the_deployment_s_own(watched: Watched) -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("http://127.0.0.1:1", "http://127.0.0.1:1: [Errno 111] Connection refused"),
+        (
+            "http://127.0.0.1:1",
+            "http://127.0.0.1:1: [Errno 111] Connection refused; 'pdctl observe up SPEC' runs a "
+            "Prometheus, --prometheus says where another is",
+        ),
         ("http://127.0.0.1:x", "http://127.0.0.1:x is not a URL: "),
         ("nowhere", "nowhere: Request URL is missing an 'http://' or 'https://' protocol."),
     ],
@@ -78,13 +104,7 @@ def test_a_leg_is_no_prometheus(watched: Watched) -> None:
 
 def test_exemplars_reach_prometheus(watched: Watched) -> None:
     """A slow bucket leads to its trace."""
-    found = watched.prometheus.exemplars(f"{telemetry.ROUTER_TTFT.name}_bucket", 0, 4e9)
-    ids = {
-        exemplar["labels"][telemetry.EXEMPLAR_TRACE_ID]
-        for series in found
-        for exemplar in series["exemplars"]
-    }
-    assert len(ids) == 1
+    assert bucket_traces(watched.prometheus) == {TRACE_ID}
 
 
 def test_prometheus_serves_the_playbooks(watched: Watched) -> None:

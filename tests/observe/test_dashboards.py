@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from pd_connector import contract, telemetry
-from pdctl.observe.alerts import ALERTS, EXPECTED
+from pdctl.observe.alerts import ALERTS, slug_of
 from pdctl.observe.boards import BOARDS
 from pdctl.observe.check import selectors
+from pdctl.observe.conditions import EXPECTED
 from pdctl.observe.panel import VARIABLES, Panel
+from pdctl.runbook import playbooks
 from tests.cli import pdctl
 
 FOLDER = Path(__file__).parents[2] / "dashboards"
@@ -61,6 +63,11 @@ def test_grafana_s_fields(board: Any) -> None:
         assert letters == sorted(set(letters))
 
 
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_panel_s_playbook_is_there(panel: Panel) -> None:
+    assert slug_of(panel.alert) in {page.slug for page in playbooks()}
+
+
 def test_panels_do_not_overlap() -> None:
     for board in BOARDS:
         taken: dict[tuple[int, int], str] = {}
@@ -93,7 +100,7 @@ def test_no_literal_hosts_or_deployments(path: Path) -> None:
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 def test_an_alert_names_what_there_is(alert: Any) -> None:
-    from pdctl.observe.alerts import Settings  # noqa: PLC0415
+    from pdctl.observe.conditions import Settings  # noqa: PLC0415
 
     found = selectors(alert.expr(Settings()))
     assert found

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
+from prometheus_client import CollectorRegistry, start_http_server
 
 from pdctl.launch.processes import find
 from pdctl.observe.local import watch_state
+from pdctl.observe.prometheus import Prometheus
 from tests.cli import Ended, pdctl
 from tests.observe.conftest import quick_spec
 from tests.ports import free_ports
@@ -60,6 +63,29 @@ def test_up_twice_changed_killed_down(spec: Path) -> None:
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/-/ready", trust_env=False)
     assert pdctl("observe", "down", spec).out == ""
+
+
+def test_a_router_that_speaks_tls_is_scraped(spec: Path, tmp_path: Path) -> None:
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=router"
+    words += f" -addext subjectAltName=IP:127.0.0.1 -keyout {tmp_path}/k.pem -out {tmp_path}/c.pem"
+    subprocess.run(words.split(), check=True, capture_output=True)
+    told = yaml.safe_load(spec.read_text())
+    told["router"] |= {"tls_certificate": "c.pem", "tls_key": "k.pem"}
+    spec.write_text(yaml.safe_dump(told))
+    server, thread = start_http_server(
+        told["router"]["port"],
+        "127.0.0.1",
+        CollectorRegistry(),
+        certfile=str(tmp_path / "c.pem"),
+        keyfile=str(tmp_path / "k.pem"),
+    )
+    try:
+        ok(pdctl("observe", "up", spec))
+        prometheus = Prometheus(watch_state("alone").records()["prometheus"].url)
+        until("the router is scraped", lambda: prometheus.instant('up{leg="router-0"} == 1'))
+    finally:
+        server.shutdown()
+        thread.join()
 
 
 def test_another_prometheus_is_left_alone(spec: Path, tmp_path: Path) -> None:

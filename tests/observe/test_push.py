@@ -134,7 +134,7 @@ def test_no_token(grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch) -> None
             VIEWER,
             "the token may not POST /api/folders (403): You'll need additional permissions. "
             "Permissions needed: folders:create; give its service account the role Editor, or "
-            "Admin for data sources",
+            "Admin for data sources and alert rules",
         ),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdctl.observe import svg
 from pdctl.observe.boards import BOARDS
 from tests.cli import pdctl
 from tests.observe.browser import screenshot
@@ -39,6 +40,17 @@ def test_in_a_browser(pages: dict[str, Path], theme: str) -> None:
     asked = screenshot(pages[theme], picture, 1300, 6000)
     assert asked == set()
     assert picture.stat().st_size > 100_000
+
+
+def test_an_axis_of_bytes_has_round_numbers() -> None:
+    chart = svg.line_chart([svg.Line("x", ((0.0, 0.0), (60.0, 19_000.0)))], "bytes", 0.0, 60.0)
+    assert re.findall(r">([0-9.]+ (?:KiB|B))<", chart) == [
+        "0 B",
+        "5 KiB",
+        "10 KiB",
+        "15 KiB",
+        "20 KiB",
+    ]
 
 
 def test_the_browser_would_tell_of_a_request(tmp_path: Path) -> None:

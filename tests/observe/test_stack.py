@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from pd_connector.contract import Outcome
-from pdctl.observe.alerts import ALERTS, EXPECTED
+from pdctl.observe.alerts import ALERTS
 from pdctl.observe.boards import BOARDS
+from pdctl.observe.conditions import EXPECTED
 from pdctl.runbook import playbooks
 from tests.cli import pdctl
 from tests.observe.conftest import REFERENCE, quick_spec
@@ -51,6 +52,27 @@ def test_accepted_by_prometheus_and_alertmanager(spec: Path, tmp_path: Path) -> 
             check=False,
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_a_router_that_speaks_tls(tmp_path: Path) -> None:
+    spec = load(REFERENCE.read_text())
+    spec["router"] |= {"tls_certificate": "c.pem", "tls_key": "k.pem"}
+    path = tmp_path / "tls.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    files = rendered(path, tmp_path / "out")
+    (job,) = load(files["prometheus/prometheus.yml"])["scrape_configs"]
+    schemes = {
+        config["labels"]["leg"]: config["labels"].get("__scheme__")
+        for config in job["static_configs"]
+    }
+    assert schemes == {"prefill-0": None, "decode-0": None, "router-0": "https"}
+    ended = subprocess.run(
+        [program("promtool"), "check", "config", tmp_path / "out/prometheus/prometheus.yml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_twice_the_same(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_a_waterfall(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = pdctl("trace", HIT, "--file", file)
     assert ended.code == 0, ended.err
     told = ended.out.splitlines()
-    assert told[0] == f"trace {HIT}  1000.0 ms  9 spans"
+    assert told[0] == f"trace {HIT}  2023-11-14 22:13:20 UTC  1000.0 ms  9 spans"
     names = [line[:15].rstrip() for line in told[1:] if " ms  " in line]
     assert names == [
         "pd.turn",
@@ -42,6 +42,7 @@ def test_a_waterfall(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "    pd.transfer",
     ]
     assert "  hit, by readback, 3672 prompt tokens" in told
+    assert told[1].split() == ["span", "process", "start", "took"]
     assert "      d2p, 64 descriptors, 6.0 MB, 0.60 GB/s" in told
     assert max(map(len, told)) <= 100
     turn, prefill, decode = (
@@ -72,6 +73,35 @@ def test_what_is_lost_is_told(file: Path) -> None:
     assert "(its parent is not in the trace)" in ended.out
     assert '"Declining expired remote read"' in ended.out
     assert "error: HTTP 500" in ended.out
+
+
+def test_what_an_on_call_asks_first(tmp_path: Path) -> None:
+    """Which turn of whom, what became of it and why, how long its user waited."""
+    path = tmp_path / "t.jsonl"
+    attributes = {
+        "pd.turn_number": 2,
+        "pd.conversation": "5f0c",
+        "pd.outcome": "expired",
+        "pd.outcome_reason": "expired",
+        "pd.route": "recompute",
+        "pd.route_reason": "expired",
+        "pd.ttft_ms": 270.4,
+    }
+    turn = otlp_lines.span(HIT, 1, 0, "pd.turn", 0, 500, attributes=attributes)
+    claim = {"pd.handle_age_s": 31.2}
+    spans = [turn, otlp_lines.span(HIT, 2, 1, "pd.claim", 0, 1, attributes=claim)]
+    path.write_text(json.dumps({"resourceSpans": [otlp_lines.resource("router-0", *spans)]}))
+    told = pdctl("trace", "--outcome", "expired", "--file", path).out.splitlines()
+    assert told[3] == (
+        "  turn 2, of conversation 5f0c, expired, by recompute, first token after 270 ms"
+    )
+    assert told[5] == "    handle 31.2 s old"
+    attributes |= {"pd.outcome": "miss", "pd.outcome_reason": "no_handle"}
+    attributes |= {"pd.route": "append", "pd.route_reason": "cheapest"}
+    turn = otlp_lines.span(HIT, 1, 0, "pd.turn", 0, 500, attributes=attributes)
+    path.write_text(json.dumps({"resourceSpans": [otlp_lines.resource("router-0", turn)]}))
+    told = pdctl("trace", HIT, "--file", path).out.splitlines()
+    assert "miss (no_handle), by append (cheapest), " in told[3]
 
 
 def test_a_client_s_own_span_is_no_loss(tmp_path: Path) -> None:
@@ -202,6 +232,12 @@ def test_tempo_is_asked_for_turns(tempo: FakeTempo) -> None:
 
 def test_no_tempo_is_one_line(tempo: FakeTempo) -> None:
     ended = pdctl("trace", "--slowest", "--tempo", "http://127.0.0.1:1")
-    assert (ended.code, ended.lines) == (1, ["http://127.0.0.1:1: [Errno 111] Connection refused"])
+    assert (ended.code, ended.lines) == (
+        1,
+        [
+            "http://127.0.0.1:1: [Errno 111] Connection refused; --tempo says where Tempo is, "
+            "--file reads what the Collector's file exporter wrote"
+        ],
+    )
     missing = pdctl("trace", "f" * 32, "--tempo", tempo.url)
     assert (missing.code, missing.lines) == (1, [f"{tempo.url}: no trace {'f' * 32}"])

@@ -350,6 +350,17 @@ def test_without_pd_connector_a_leg_says_so_and_does_not_start(tmp_path: Path) -
     assert not (tmp_path / "started").exists()
 
 
+def test_a_missing_venv_is_named(tmp_path: Path) -> None:
+    render(spec(engine={"venv": "no/such"}), tmp_path)
+    ended = subprocess.run(
+        ["bash", tmp_path / "out/prefill-0.sh"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        f"prefill-0: no virtual environment at {tmp_path}/no/such, where engine.venv says\n"
+    )
+
+
 def test_two_prefill_and_three_decode_legs(tmp_path: Path) -> None:
     text = spec(
         prefill={"legs": [{"host": f"10.0.0.{n}", "port": 8100} for n in (1, 2)]},

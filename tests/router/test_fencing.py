@@ -65,6 +65,20 @@ def test_a_pair_whose_transfers_fail_gets_no_handles(start_router: StartRouter) 
     assert router.metric("pd_router_handles_held") == 4 + 1
 
 
+def test_a_pair_is_told_as_down_until_a_transfer_works(start_router: StartRouter) -> None:
+    """It is tried again after its pause; an alert must not be reset by each try."""
+    router = start_router(pair_pause=0.001)
+    pair = {"prefill_leg": "prefill-0", "decode_leg": "decode-0"}
+    chat = Chat(router, "c")
+    chat.say("Hello")
+    for _ in range(3):
+        router.prefill[0].faults.append(500)
+        assert chat.say("Again").outcome == "failed"
+    assert router.metric("pd_router_pair_up", **pair) == 0
+    assert chat.say("Again").outcome == "hit"
+    assert router.metric("pd_router_pair_up", **pair) == 1
+
+
 def test_another_pair_reads_instead(start_router: StartRouter) -> None:
     router = start_router(prefills=2, pair_pause=300)
     chats = [Chat(router, f"c{number}") for number in range(8)]

@@ -84,6 +84,7 @@ def _offered(run: Run) -> dict[str, Any]:
     return {
         "kind": workload["kind"],
         "turns": workload["turns"],
+        "shared_tokens": workload.get("shared_tokens"),
         **workload["load"],
         "seed": run.settings["seed"],
     }

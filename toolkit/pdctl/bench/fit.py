@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdctl.bench.evidence import expects_readback
+from pdctl.bench.evidence.check import expects_readback
 from pdctl.bench.records import Row, Run
 from pdctl.bench.stats import CONFIDENCE, Estimate, difference, quantile
 from pdctl.errors import PdctlError

@@ -7,24 +7,23 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
 from pdctl.bench import engines
 from pdctl.bench.aging import aging_load
-from pdctl.bench.arms import Arm, order, spec_of
+from pdctl.bench.arms import Arm, order
 from pdctl.bench.client import Target
 from pdctl.bench.enginelog import transfers_in
-from pdctl.bench.engines import EngineLeg
 from pdctl.bench.environment import environment
 from pdctl.bench.load import Budget, ErrorBudgetSpent, Loader, Site, Stretch
+from pdctl.bench.pace import Pace, minutes
+from pdctl.bench.places import Place
 from pdctl.bench.records import SCHEMA, Block, Row, RunFolder, load_run
 from pdctl.bench.tokens import EngineTokenizer, EstimatingTokenizer, LocalTokenizer, Tokenizer
 from pdctl.bench.workload import Conversation, Workload
 from pdctl.errors import PdctlError
-from pdctl.plan import Deployment, plan
-from pdctl.spec import Spec
 
 Say = Callable[[str], None]
 
@@ -49,95 +48,6 @@ class Options:
     tokenizer: Path | None = None
     command: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
-
-
-class Place(Protocol):
-    """What a run is made on."""
-
-    def prepare(self, arm: Arm) -> tuple[Site, bool]:
-        """Bring it into the state that an arm needs: where to send, and whether the engines
-        are freshly started."""
-
-    def logs(self) -> dict[str, tuple[str, str]]:
-        """Role and log text of each engine leg since its start, by leg."""
-
-    def finish(self) -> None:
-        """Leave it as it was."""
-
-
-class UrlPlace:
-    """Whatever answers at a URL."""
-
-    def __init__(self, targets: dict[str, Target], legs: list[EngineLeg] | None = None) -> None:
-        self._targets = targets
-        self._legs = legs or []
-        self._fresh = True
-
-    def prepare(self, arm: Arm) -> tuple[Site, bool]:
-        fresh, self._fresh = self._fresh, False
-        return Site(self._targets[arm.name], self._legs), fresh
-
-    def logs(self) -> dict[str, tuple[str, str]]:
-        return {}
-
-    def finish(self) -> None:
-        pass
-
-
-class DeploymentPlace:
-    """A deployment on this machine, brought up by pdctl.
-
-    Args:
-        bring_up: makes the deployment run as planned; what runs already and fits stays.
-        leg_log: text of a leg's log.
-        take_down: called once at the end, unless it is to stay.
-    """
-
-    def __init__(
-        self,
-        spec: Spec,
-        base: Path,
-        bring_up: Callable[[Deployment], None],
-        leg_log: Callable[[str], str],
-        take_down: Callable[[], None] | None,
-        attach: bool = False,
-    ) -> None:
-        self._spec = spec
-        self._base = base
-        self._bring_up = bring_up
-        self._leg_log = leg_log
-        self._take_down = take_down
-        self._attach = attach
-        self._running: Deployment | None = None
-
-    def prepare(self, arm: Arm) -> tuple[Site, bool]:
-        deployment = plan(spec_of(self._spec, arm), self._base)
-        before = self._running
-        if deployment != before:
-            if not (self._attach and before is None and arm.bidirectional is None):
-                self._bring_up(deployment)
-            self._running = deployment
-        fresh = before is None or before.engines != deployment.engines
-        return self._site(deployment, arm), fresh
-
-    def _site(self, deployment: Deployment, arm: Arm) -> Site:
-        legs = [EngineLeg(leg.name, leg.role, leg.url) for leg in deployment.engines]
-        target = Target(
-            deployment.router.url,
-            deployment.served_name,
-            name_conversation=arm.names,
-            route=arm.asks,
-        )
-        return Site(target, legs)
-
-    def logs(self) -> dict[str, tuple[str, str]]:
-        if self._running is None:
-            return {}
-        return {leg.name: (leg.role, self._leg_log(leg.name)) for leg in self._running.engines}
-
-    def finish(self) -> None:
-        if self._take_down is not None:
-            self._take_down()
 
 
 def new_settings(options: Options, spec_name: str | None) -> dict[str, Any]:
@@ -171,9 +81,7 @@ class Runner:
         self._loop = asyncio.new_event_loop()
         self._client = httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False)
         self._budget = Budget(options.error_share)
-        self._began = time.monotonic()
-        self._took: dict[str, list[float]] = {}
-        self._starts: list[float] = []
+        self._pace = Pace(options.arms, options.deadline_s)
         self._seen_lines: dict[str, int] = {}
         self._exact = True
         self._said_at = 0.0
@@ -214,13 +122,13 @@ class Runner:
     def _all(self, todo: list[tuple[Arm, int]], settings: dict[str, Any]) -> str:
         described = False
         for place, (arm, repeat) in enumerate(todo):
-            if self._too_late(todo[place:]):
+            if self._pace.too_late(todo[place:]):
                 self._say("stopping here: the next repeat would not end before the deadline")
                 return "deadline"
             begin = time.monotonic()
             site, fresh = self._place.prepare(arm)
             if fresh:
-                self._starts.append(time.monotonic() - begin)
+                self._pace.started(time.monotonic() - begin)
                 self._seen_lines.clear()
                 self._warm.clear()
             if not described:
@@ -235,11 +143,11 @@ class Runner:
             begin = time.monotonic()
             self._warm_up(arm, repeat, site, tokenizer)
             self._stretch(arm, repeat, site, tokenizer)
-            self._took.setdefault(arm.name, []).append(time.monotonic() - begin)
-            left = self._left(todo[place + 1 :])
+            self._pace.took(arm, time.monotonic() - begin)
+            left = self._pace.left(todo[place + 1 :])
             self._say(
                 f"{arm.name}: repeat {repeat} of {self._options.repeats} done"
-                + (f"; about {_time(left)} left" if left else "")
+                + (f"; about {minutes(left)} left" if left else "")
             )
         return "complete"
 
@@ -355,40 +263,6 @@ class Runner:
     def _await(self, work: Any) -> Any:
         return self._loop.run_until_complete(work)
 
-    def _too_late(self, todo: list[tuple[Arm, int]]) -> bool:
-        """Whether what follows would outlast the deadline: the next repeat of the next arm, or of
-        every arm where they alternate, since one without the others is of no use."""
-        if self._options.deadline_s is None:
-            return False
-        arm, repeat = todo[0]
-        wanted = self._expected(arm)
-        for other, number in todo[1:]:
-            if number != repeat:
-                break
-            wanted += self._expected(other)
-        return time.monotonic() - self._began + wanted > self._options.deadline_s
-
-    def _expected(self, arm: Arm) -> float:
-        """Seconds, by the longest so far; nothing is known before the first."""
-        took = self._took.get(arm.name) or [each for times in self._took.values() for each in times]
-        return max(took, default=0.0) * 1.1
-
-    def _left(self, todo: list[tuple[Arm, int]]) -> float:
-        """Seconds that the rest takes, by what its like took so far."""
-        every = [took for each in self._took.values() for took in each]
-        mean = sum(every) / len(every)
-        took = sum(
-            sum(self._took[arm.name]) / len(self._took[arm.name])
-            if arm.name in self._took
-            else mean
-            for arm, _ in todo
-        )
-        names = [arm.name for arm, _ in todo if arm.name not in self._took]
-        restart = len({arm.bidirectional for arm in self._options.arms}) > 1
-        restarts = len({*names}) if restart else 0
-        start = sum(self._starts) / len(self._starts) if self._starts else 0.0
-        return took + restarts * start
-
     def _say_row(self, row: Row) -> None:
         now = time.monotonic()
         if row.error is not None:
@@ -400,8 +274,3 @@ class Runner:
                 f"{row.arm}, {what}: {row.prompt_tokens or '?'} tokens, "
                 f"{row.outcome or 'no outcome told'}, first token after {row.ttft_ms:.0f} ms"
             )
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

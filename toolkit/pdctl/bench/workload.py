@@ -65,11 +65,19 @@ class Workload:
     def turns(self) -> int:
         return sum(len(conversation.turns) for conversation in self.conversations)
 
+    def shared_tokens(self) -> int:
+        """Of the beginnings that conversations have in common on purpose."""
+        return max(
+            sum(part.tokens or 0 for part in conversation.turns[0].parts if part.shared)
+            for conversation in self.conversations
+        )
+
     def described(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
             "conversations": len(self.conversations),
             "turns": self.turns(),
+            "shared_tokens": self.shared_tokens(),
             "load": dataclasses.asdict(self.load),
         }
 

@@ -15,8 +15,9 @@ from pdctl.bench.adapters.run import Foreign, run_foreign
 from pdctl.bench.arms import Arm, arms_named
 from pdctl.bench.client import Target
 from pdctl.bench.engines import EngineLeg
+from pdctl.bench.places import Place, UrlPlace
 from pdctl.bench.records import RunFolder, load_run
-from pdctl.bench.run import DeploymentPlace, Options, Place, Runner, Say, UrlPlace, new_settings
+from pdctl.bench.run import Options, Runner, Say, new_settings
 from pdctl.bench.trace import trace
 from pdctl.bench.workload import (
     DEFAULT_LENGTHS,
@@ -27,12 +28,10 @@ from pdctl.bench.workload import (
     longest_target,
     sweep,
 )
+from pdctl.cli.bench_place import about_spec, deployment_place
 from pdctl.cli.common import read_spec
 from pdctl.cli.progress import Progress
 from pdctl.errors import PdctlError
-from pdctl.launch.state import DeploymentState
-from pdctl.launch.up import bring_up, leg_statuses, take_down
-from pdctl.plan import Deployment
 from pdctl.spec import Loaded
 
 KEY_VARIABLE = "PDCTL_API_KEY"
@@ -207,29 +206,6 @@ def _ages(asked: Asked, loaded: Loaded | None) -> bool:
     return loaded is not None and loaded.spec.engine.device == "cuda"
 
 
-def about_spec(loaded: Loaded | None) -> dict[str, Any]:
-    """What the evidence and the report need of the spec."""
-    if loaded is None:
-        return {}
-    spec = loaded.spec
-    return {
-        "about": {
-            "model": spec.model.served_name or spec.model.id,
-            "dtype": spec.model.dtype,
-            "device": spec.engine.device,
-            "vllm": spec.engine.vllm,
-            "nixl": spec.engine.nixl,
-            "connector": spec.kv_transfer.connector,
-            "backend": spec.kv_transfer.backend,
-            "block_size": spec.kv_transfer.block_size,
-            "recompute_threshold": spec.kv_transfer.recompute_threshold,
-            "decode_ttl_s": spec.kv_transfer.decode_ttl,
-            "prefill_prefix_caching": bool(spec.prefill.prefix_caching),
-            "legs": {"prefill": len(spec.prefill.legs), "decode": len(spec.decode.legs)},
-        }
-    }
-
-
 def _targets(asked: Asked) -> dict[str, Target]:
     """By arm."""
     if not asked.urls:
@@ -266,40 +242,6 @@ def _engine_urls(asked: Asked) -> list[EngineLeg]:
         for role, urls in (("prefill", asked.prefill_urls), ("decode", asked.decode_urls))
         for number, url in enumerate(urls)
     ]
-
-
-def deployment_place(
-    loaded: Loaded, base: Path, timeout: float, progress: Progress, attach: bool, keep: bool
-) -> DeploymentPlace:
-    """The spec's deployment on this machine.
-
-    Raises:
-        PdctlError: it runs already, or, to attach to, does not (exit code 2).
-    """
-    name = loaded.spec.name
-    state = DeploymentState(name)
-    runs = any(status.pid for status in leg_statuses(state))
-    if runs and not attach:
-        raise PdctlError(
-            f"{name} is up already: run 'pdctl down {name}' first, or --attach to use it", 2
-        )
-    if attach and not runs:
-        raise PdctlError(f"{name} is not up: run 'pdctl up' first, or leave --attach out", 2)
-
-    def up(deployment: Deployment) -> None:
-        bring_up(deployment, timeout, progress.say, progress.watch)
-
-    def down() -> None:
-        take_down(state, 20.0, progress.say)
-
-    def leg_log(leg: str) -> str:
-        try:
-            return state.log(leg).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-
-    stays = attach or keep
-    return DeploymentPlace(loaded.spec, base, up, leg_log, None if stays else down, attach)
 
 
 def run_other_client(asked: Asked, folder: Path, say: Say) -> None:

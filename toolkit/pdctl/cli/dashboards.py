@@ -7,13 +7,17 @@ from pathlib import Path
 
 import click
 
-from pdctl.cli.common import json_option, print_json, read_spec
+from pdctl.cli.common import json_option, print_json, read_plan
 from pdctl.errors import PdctlError
 from pdctl.observe.boards import BOARDS
 from pdctl.observe.check import Found, check_boards, check_rules
+from pdctl.observe.conditions import JOB
+from pdctl.observe.grafana_http import Grafana
+from pdctl.observe.grafana_rules import rule_group
 from pdctl.observe.panel import Scope
 from pdctl.observe.prometheus import Prometheus
-from pdctl.observe.push import Grafana, push_all
+from pdctl.observe.push import push_all
+from pdctl.observe.stack import PROMETHEUS_UID, alert_settings
 
 TOKEN_VARIABLE = "GRAFANA_TOKEN"
 
@@ -70,6 +74,9 @@ def check(url: str, window: str, deployment: str | None, as_json: bool) -> None:
             click.echo(f"{row.kind:5}  {row.where}: {row.reason}")
         if not any(row.kind == "rule" for row in rows):
             click.echo(f"{url} evaluates no alert rules", err=True)
+        for series in prometheus.instant(f'up{{job="{JOB}"}} == 0'):
+            where = {"leg": "?", "instance": "?"} | series.labels
+            click.echo(f"{where['leg']} at {where['instance']} does not answer {url}", err=True)
         click.echo(f"{len(rows) - len(empty)} of {len(rows)} queries find data")
     sys.exit(1 if empty else 0)
 
@@ -81,6 +88,11 @@ def check(url: str, window: str, deployment: str | None, as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="Also push the data sources, objective and playbook links of this spec.",
 )
+@click.option(
+    "--alerts",
+    is_flag=True,
+    help="Also push the alert rules of the spec, for Grafana to evaluate and to notify.",
+)
 @click.option("--folder", default="pdctl", show_default=True, help="Grafana folder, by its title.")
 @click.option("--dry-run", is_flag=True, help="Show what would change, change nothing.")
 @click.option(
@@ -88,13 +100,20 @@ def check(url: str, window: str, deployment: str | None, as_json: bool) -> None:
 )
 @json_option
 def push(
-    url: str, spec: Path | None, folder: str, dry_run: bool, ca: Path | None, as_json: bool
+    url: str,
+    spec: Path | None,
+    alerts: bool,
+    folder: str,
+    dry_run: bool,
+    ca: Path | None,
+    as_json: bool,
 ) -> None:
     """Put the dashboards into a Grafana; a second time changes nothing.
 
     The token of a service account is read from the environment variable GRAFANA_TOKEN.
     """
-
+    if alerts and not spec:
+        raise click.UsageError("--alerts needs --spec: windows and objectives are the spec's")
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise PdctlError(
@@ -102,12 +121,17 @@ def push(
         )
     if not token.isascii() or not token.isprintable() or " " in token:
         raise PdctlError(f"{TOKEN_VARIABLE} holds characters that no token has", 2)
-    loaded = read_spec(spec) if spec else None
+    loaded, deployment = read_plan(spec, None) if spec else (None, None)
+    rules = None
+    if alerts and loaded and deployment:
+        settings = alert_settings(loaded.spec, deployment)
+        rules = rule_group(settings, deployment.name, PROMETHEUS_UID)
     grafana = Grafana(url, token, ca)
-    changes = list(push_all(grafana, folder, loaded.spec if loaded else None, dry_run))
+    changes = push_all(grafana, folder, loaded.spec if loaded else None, rules, dry_run)
     if as_json:
         print_json({"dry_run": dry_run, "changes": [dataclasses.asdict(each) for each in changes]})
         return
+    # Each as it is made: what was done before a failure is told too.
     for change in changes:
         click.echo(f"{change.action:9} {change.kind} {change.name}")
         for line in change.difference:

@@ -13,7 +13,7 @@ from pdctl.bench.report.text import number
 from pdctl.bench.run import Options, Runner, new_settings
 from pdctl.bench.ttl import gaps_in
 from pdctl.bench.tune import ARMS, READS, Advice, advise, for_measuring, tuned_spec, tuning_load
-from pdctl.cli.bench_setup import about_spec, deployment_place
+from pdctl.cli.bench_place import about_spec, deployment_place
 from pdctl.cli.common import interrupt_on_hangup, print_json, read_spec
 from pdctl.cli.progress import Progress
 from pdctl.errors import PdctlError
@@ -75,7 +75,11 @@ def command(
         )
         _measure(what, run_folder, _reads(reads), repeats, timeout)
     advice = advise(load_run(run_folder), think_times, turns_per_second)
-    written = _write(spec_file, output, advice) if spec_file.is_file() else None
+    written = None
+    if spec_file.is_file():
+        # Not what it was measured with, which lets even the smallest read happen.
+        advice = dataclasses.replace(advice, now=about_spec(read_spec(spec_file))["about"])
+        written = _write(spec_file, output, advice)
     if as_json:
         print_json(
             dataclasses.asdict(advice) | {"run": str(run_folder), "spec": str(written or "")}

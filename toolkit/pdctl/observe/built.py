@@ -2,8 +2,9 @@
 
 import yaml
 
-from pdctl.observe.alerts import Settings, rules
+from pdctl.observe.alerts import rules
 from pdctl.observe.boards import BOARDS
+from pdctl.observe.conditions import Settings
 from pdctl.observe.grafana import dashboard_json
 
 

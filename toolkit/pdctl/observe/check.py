@@ -8,10 +8,8 @@ from typing import Any
 
 from pdctl.observe.panel import Board, Scope, fill
 from pdctl.observe.prometheus import Prometheus
+from pdctl.observe.promql import SELECTOR
 
-_SELECTOR = re.compile(
-    r"(?<![\w:$\"'])((?:pd_|vllm:)[a-z0-9_]+|up)(?:\{([^}]*)\})?(?![\w(])|(\{__name__[^}]*\})"
-)
 _MATCHER = re.compile(r'\s*([a-zA-Z_]\w*)\s*(=~|!~|!=|=)\s*("(?:[^"\\]|\\.)*")\s*,?')
 
 
@@ -90,10 +88,8 @@ def check_rules(prometheus: Prometheus, rules: Iterable[dict[str, Any]]) -> Iter
 def selectors(expr: str) -> list[tuple[str, tuple[str, ...]]]:
     """Metric names and matchers in a query, each once."""
     found: dict[tuple[str, tuple[str, ...]], None] = {}
-    for match in _SELECTOR.finditer(expr):
-        name, text, nameless = match[1] or "", match[2] or "", match[3]
-        if nameless:
-            text = nameless[1:-1]
+    for match in SELECTOR.finditer(expr):
+        name, text = match[1] or "", match[2] or match[3] or ""
         matchers = tuple("".join(parts) for parts in _MATCHER.findall(text))
         found[name, matchers] = None
     return list(found)

@@ -15,7 +15,8 @@ from grafana_foundation_sdk.models import common as shared
 from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from pdctl.observe.alerts import DEFAULT_PLAYBOOKS, playbook_url, slug_of
+from pdctl.observe.alerts import playbook_url, slug_of
+from pdctl.observe.conditions import DEFAULT_PLAYBOOKS
 from pdctl.observe.panel import PLAYBOOKS, VARIABLES, Board, Panel, Query
 
 SOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")

@@ -107,7 +107,7 @@ def _prepare(
     config = folder / "config"
     shutil.rmtree(config / "consoles", ignore_errors=True)
     files = [
-        *prometheus_files(spec, deployment),
+        *prometheus_files(spec, deployment, _router_certificate(deployment)),
         ("alertmanager.yml", alertmanager_config(spec, deployment)),
     ]
     (config / "consoles").mkdir(parents=True, exist_ok=True)
@@ -131,6 +131,13 @@ def _prepare(
             ),
         ),
     ]
+
+
+def _router_certificate(deployment: Deployment) -> str | None:
+    """The file of the router's own certificate, where it is on this machine."""
+    tls = deployment.router.config["tls"]
+    path = Path(tls["certificate"]).expanduser() if tls else None
+    return str(path) if path and path.is_file() else None
 
 
 def _start(state: DeploymentState, watcher: Watcher) -> str:

@@ -37,7 +37,7 @@ class Panel:
     Attributes:
         unit: Grafana's id of a unit.
         good: what good looks like, in a sentence or two.
-        alert: the alert whose playbook explains it.
+        alert: the alert whose playbook explains it, or the playbook's own slug.
         by: label along the axis of ``bars``, or the columns of a ``table``.
         limit: a value above which it is bad (None: there is none).
         width: of 24.

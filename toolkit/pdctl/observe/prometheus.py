@@ -89,6 +89,11 @@ class Prometheus:
             else:
                 answer = self._client.get(url)
             body = answer.json()
+        except httpx.ConnectError as error:
+            raise PdctlError(
+                f"{self.url}: {error}; 'pdctl observe up SPEC' runs a Prometheus, --prometheus "
+                "says where another is"
+            ) from None
         except httpx.HTTPError as error:
             raise PdctlError(f"{self.url}: {error or type(error).__name__}") from None
         except (httpx.InvalidURL, UnicodeError) as error:

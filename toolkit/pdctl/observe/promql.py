@@ -1,5 +1,13 @@
 """Small pieces of PromQL."""
 
+import re
+from collections.abc import Mapping
+
+SELECTOR = re.compile(
+    r"(?<![\w:$\"'])((?:pd_|vllm:)[a-z0-9_]+|up)(?:\{([^}]*)\})?(?![\w(])|\{(__name__[^}]*)\}"
+)
+"""A metric's name and its matchers, or matchers that have the name among them."""
+
 
 def select(name: str, *matchers: str) -> str:
     """``name{a="b",...}``; a matcher is written as PromQL has it."""
@@ -41,3 +49,31 @@ def span(seconds: float) -> str:
         if count:
             parts.append(f"{count}{unit}")
     return "".join(parts) or "0s"
+
+
+def labelled(labels: Mapping[str, str]) -> str:
+    """A vector of one series, 1, with these labels."""
+    expr = "vector(1)"
+    for name, value in labels.items():
+        expr = f'label_replace({expr}, "{name}", "{_literal(value)}", "", "")'
+    return expr
+
+
+def within(expr: str, label: str, value: str) -> str:
+    """A query whose every selector has one more matcher."""
+    more = f'{label}="{_escaped(value)}"'
+
+    def narrowed(match: re.Match[str]) -> str:
+        matchers = ",".join(filter(None, (match[2] or match[3], more)))
+        return f"{match[1] or ''}{{{matchers}}}"
+
+    return SELECTOR.sub(narrowed, expr)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _literal(value: str) -> str:
+    """A replacement that stands for itself."""
+    return _escaped(value.replace("$", "$$"))

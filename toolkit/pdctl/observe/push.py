@@ -1,95 +1,40 @@
-"""Putting folder, data sources and dashboards into a Grafana, over its HTTP API.
+"""Bringing folder, data sources, dashboards and alert rules into a Grafana."""
 
-Own code over httpx: grafana-client brings urllib3-future, which overwrites the urllib3 that
-vLLM's environment uses.
-"""
-
-import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import httpx
-
 from pdctl.errors import PdctlError
+from pdctl.observe.difference import GRAFANAS_OWN, differences
+from pdctl.observe.grafana_http import Grafana
+from pdctl.observe.grafana_rules import READ_ONLY, Group
 from pdctl.observe.stack import dashboards, data_sources
 from pdctl.spec.model import Spec
+from pdctl.spec.units import parse_duration
 
-_SHOWN_DIFFERENCES = 20
-_VALUE_LENGTH = 60
-_GRAFANAS_OWN = ("id", "version")
+_EDITABLE = {"X-Disable-Provenance": "true"}
+"""Without it Grafana would let nobody pause a rule or change it by hand."""
 
 
 @dataclass(frozen=True)
 class Change:
     """What was done to one object, or would be."""
 
-    action: Literal["create", "update", "unchanged"]
+    action: Literal["create", "update", "delete", "unchanged"]
     kind: str
     name: str
     difference: tuple[str, ...] = ()
 
 
-class Grafana:
-    """One Grafana.
-
-    Every method raises PdctlError, one line, when it cannot be asked or refuses.
-    """
-
-    def __init__(self, url: str, token: str, ca: Path | None = None):
-        self.url = url.rstrip("/")
-        try:
-            context = ssl.create_default_context(cafile=ca)
-        except (OSError, ssl.SSLError) as error:
-            raise PdctlError(f"{ca}: no CA certificates: {error}", 2) from None
-        self._client = httpx.Client(
-            timeout=30.0,
-            trust_env=False,
-            verify=context,
-            headers={"Authorization": f"Bearer {token}"},
-        )
-
-    def get(self, path: str) -> dict[str, Any] | None:
-        """The JSON there, or None when there is none (404)."""
-        answer = self._ask("GET", path)
-        return None if answer.status_code == 404 else _json(answer)
-
-    def send(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self._ask(method, path, body)
-        if answer.status_code == 404:
-            raise PdctlError(f"{self.url}{path}: not found (404)")
-        return _json(answer)
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        try:
-            answer = self._client.request(method, f"{self.url}{path}", json=body)
-        except httpx.HTTPError as error:
-            raise PdctlError(f"{self.url}: {_why(error)}") from None
-        except (httpx.InvalidURL, UnicodeError) as error:
-            raise PdctlError(f"{self.url} is not a URL: {error}", 2) from None
-        if answer.status_code == 401:
-            raise PdctlError(f"{self.url}: Grafana does not know the token in GRAFANA_TOKEN (401)")
-        if answer.status_code == 403:
-            raise PdctlError(
-                f"{self.url}: the token may not {method} {path} (403): {_said(answer)}; "
-                "give its service account the role Editor, or Admin for data sources"
-            )
-        if answer.is_redirect:
-            raise PdctlError(
-                f"{self.url}: redirects to {answer.headers.get('location', '')}; give that URL"
-            )
-        if answer.status_code >= 400 and answer.status_code != 404:
-            raise PdctlError(f"{self.url}: {method} {path}: {_said(answer)} ({answer.status_code})")
-        return answer
-
-
-def push_all(grafana: Grafana, folder: str, spec: Spec | None, dry_run: bool) -> Iterator[Change]:
+def push_all(
+    grafana: Grafana, folder: str, spec: Spec | None, rules: Group | None, dry_run: bool
+) -> Iterator[Change]:
     """Bring a Grafana into the wanted state; one change per object, also of the unchanged.
 
     Args:
         folder: title of the folder; made when missing.
         spec: whose data sources are pushed too; None pushes dashboards alone.
+        rules: alert rules to push too.
     """
     if grafana.get("/api/health") is None:
         raise PdctlError(
@@ -101,6 +46,8 @@ def push_all(grafana: Grafana, folder: str, spec: Spec | None, dry_run: bool) ->
         yield _data_source(grafana, source, dry_run)
     for name, dashboard in dashboards(spec).items():
         yield _dashboard(grafana, name, dashboard, uid, dry_run)
+    if rules is not None:
+        yield from _rules(grafana, rules, uid, dry_run)
 
 
 def _folder(grafana: Grafana, uid: str, title: str, dry_run: bool) -> Change:
@@ -118,7 +65,7 @@ def _data_source(grafana: Grafana, wanted: dict[str, Any], dry_run: bool) -> Cha
         if not dry_run:
             grafana.send("POST", "/api/datasources", wanted)
         return Change("create", "data source", wanted["name"])
-    difference = _differences(there, wanted)
+    difference = differences(there, wanted)
     if not difference:
         return Change("unchanged", "data source", wanted["name"])
     if not dry_run:
@@ -140,71 +87,71 @@ def _dashboard(
             )
         return Change("create", "dashboard", name)
     current = there["dashboard"]
-    difference = _differences(current, wanted)
+    difference = differences(current, wanted)
     if there.get("meta", {}).get("folderUid", folder) != folder:
         difference = (f"folder: {there['meta']['folderUid']} -> {folder}", *difference)
     if not difference:
         return Change("unchanged", "dashboard", name)
     if not dry_run:
         # With its id and version, Grafana refuses when somebody saves at the same moment.
-        own = {key: current[key] for key in _GRAFANAS_OWN if key in current}
+        own = {key: current[key] for key in GRAFANAS_OWN if key in current}
         grafana.send("POST", "/api/dashboards/db", {**body, "dashboard": {**wanted, **own}})
     return Change("update", "dashboard", name, difference)
 
 
-def _differences(there: Any, wanted: Any) -> tuple[str, ...]:
-    lines = list(_walk(there, wanted, ""))
-    rest = len(lines) - _SHOWN_DIFFERENCES
-    return (*lines[:_SHOWN_DIFFERENCES], *([f"and {rest} more"] if rest > 0 else []))
+def _rules(grafana: Grafana, group: Group, folder: str, dry_run: bool) -> Iterator[Change]:
+    """Grafana replaces a group as a whole, so what others put into ours is sent along."""
+    path = f"/api/v1/provisioning/folder/{folder}/rule-groups/{group.title}"
+    there = grafana.get(path)
+    current = {rule["uid"]: rule for rule in (there or {}).get("rules", ())}
+    wanted = {rule["uid"]: rule for rule in group.rules}
+    about = {"interval": group.interval}
+    changes = [_change("rule group", group.title, there, about)]
+    changes += [
+        _change("alert rule", rule["title"], _same_for(current.get(uid), rule), rule)
+        for uid, rule in wanted.items()
+    ]
+    others = {uid: rule for uid, rule in current.items() if uid not in wanted}
+    gone = {uid for uid in others if uid.startswith(group.prefix)}
+    changes += [Change("delete", "alert rule", others[uid]["title"]) for uid in sorted(gone)]
+    if not dry_run and any(change.action != "unchanged" for change in changes):
+        rules = [_merged(current.get(uid, {}), rule) for uid, rule in wanted.items()]
+        rules += [_merged(rule, {}) for uid, rule in others.items() if uid not in gone]
+        placed = {"folderUID": folder, "ruleGroup": group.title}
+        body = {"title": group.title, "folderUid": folder, **about}
+        body["rules"] = [{"orgID": 1, **rule, **placed} for rule in rules]
+        grafana.send("PUT", path, body, _EDITABLE)
+    yield from changes
 
 
-def _walk(there: Any, wanted: Any, where: str) -> Iterator[str]:
-    """Where the wanted value is not what is there; keys that only Grafana has do not count."""
-    if isinstance(wanted, dict) and isinstance(there, dict):
-        for key in wanted:
-            if where or key not in _GRAFANAS_OWN:
-                yield from _walk(there.get(key), wanted[key], f"{where}.{key}" if where else key)
-    elif isinstance(wanted, list) and isinstance(there, list) and len(wanted) == len(there):
-        for index, (one, other) in enumerate(zip(there, wanted, strict=True)):
-            yield from _walk(one, other, f"{where}[{index}]")
-    elif there != wanted:
-        yield f"{where}: {_short(there)} -> {_short(wanted)}"
+def _change(kind: str, name: str, there: dict[str, Any] | None, wanted: dict[str, Any]) -> Change:
+    if there is None:
+        return Change("create", kind, name)
+    difference = differences(there, wanted)
+    return Change("update" if difference else "unchanged", kind, name, difference)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
+def _same_for(there: dict[str, Any] | None, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The rule that is there, its duration written as ours where it is as long."""
+    if there is None:
+        return None
+    try:
+        same = parse_duration(there.get("for", 0)) == parse_duration(wanted["for"])
+    except ValueError:
+        same = False
+    return {**there, "for": wanted["for"]} if same else there
+
+
+def _merged(there: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """The wanted rule; what somebody added, such as a label, a pause or a receiver, stays."""
+    merged = {key: value for key, value in there.items() if key not in READ_ONLY} | wanted
+    for key in ("labels", "annotations"):
+        if key in merged:
+            merged[key] = {**(there.get(key) or {}), **wanted.get(key, {})}
+    return merged
 
 
 def _folder_uid(title: str) -> str:
     """A uid such as Grafana allows: letters, digits, '-' and '_', at most 40."""
     uid = "".join(each if each.isascii() and each.isalnum() else "-" for each in title.lower())
     return uid.strip("-")[:40] or "pdctl"
-
-
-def _why(error: httpx.HTTPError) -> str:
-    text = str(error) or type(error).__name__
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        reason = text.partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
-        return f"its certificate is not trusted ({reason or text}); give its CA with --ca"
-    if "SSL" in text or "TLS" in text:
-        return f"TLS failed ({text}); is that port http, not https?"
-    return text
-
-
-def _said(answer: httpx.Response) -> str:
-    try:
-        body = answer.json()
-    except ValueError:
-        return answer.reason_phrase
-    return str(body.get("message", body)) if isinstance(body, dict) else str(body)
-
-
-def _json(answer: httpx.Response) -> dict[str, Any]:
-    try:
-        body = answer.json()
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
-        raise PdctlError(f"{answer.url}: answers no JSON object: is that a Grafana?")
-    return body

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from pd_connector.telemetry import PROMPT_BANDS
 from pdctl.observe import svg
-from pdctl.observe.alerts import JOB, playbook_url, slug_of
+from pdctl.observe.alerts import playbook_url, slug_of
 from pdctl.observe.boards import BOARDS
 from pdctl.observe.check import reason
+from pdctl.observe.conditions import JOB
 from pdctl.observe.panel import Board, Panel, Query, Scope, fill
 from pdctl.observe.prometheus import Prometheus, Series
 from pdctl.observe.promql import span
@@ -221,8 +223,8 @@ def _bars(panel: Panel, found: list[list[Series]]) -> str:
 
 
 def _band(prompt: str) -> str:
-    """A prompt band's label for people."""
-    return f"≤ {int(prompt) // 1024}k tokens" if prompt.isdigit() else "longer"
+    """A prompt band's label for people: tokens."""
+    return f"≤ {int(prompt) // 1024}k" if prompt.isdigit() else f"> {PROMPT_BANDS[-1] // 1024}k"
 
 
 def _heatmap(panel: Panel, found: list[list[Series]], look: Look) -> str:

@@ -120,6 +120,11 @@ class Tempo:
                     f"{self.url}{path} answers {answer.status_code}: {answer.text[:200].strip()}"
                 )
             body = answer.json()
+        except httpx.ConnectError as error:
+            raise PdctlError(
+                f"{self.url}: {error}; --tempo says where Tempo is, --file reads what the "
+                "Collector's file exporter wrote"
+            ) from None
         except httpx.HTTPError as error:
             raise PdctlError(f"{self.url}: {error or type(error).__name__}") from None
         except (httpx.InvalidURL, UnicodeError) as error:

@@ -9,7 +9,8 @@ import yaml
 
 from pd_connector import telemetry
 from pd_connector.contract import Outcome
-from pdctl.observe.alerts import JOB, Settings, rules
+from pdctl.observe.alerts import rules
+from pdctl.observe.conditions import JOB, Settings
 from pdctl.observe.playbooks import pages
 from pdctl.observe.promql import span
 from pdctl.plan import Deployment
@@ -55,8 +56,14 @@ def stack_files(spec: Spec, deployment: Deployment) -> list[File]:
     ]
 
 
-def prometheus_files(spec: Spec, deployment: Deployment) -> list[tuple[str, str]]:
-    """Name and text of ``prometheus.yml``, the rules and the playbook pages."""
+def prometheus_files(
+    spec: Spec, deployment: Deployment, ca: str | None = None
+) -> list[tuple[str, str]]:
+    """Name and text of ``prometheus.yml``, the rules and the playbook pages.
+
+    Args:
+        ca: file of certificates to trust a router by that speaks TLS.
+    """
     stack = spec.observability.stack
     config = _render(
         "prometheus.yml.j2",
@@ -65,7 +72,8 @@ def prometheus_files(spec: Spec, deployment: Deployment) -> list[tuple[str, str]
         job=JOB,
         scrape_timeout=min(10.0, stack.scrape_interval),
         alertmanager=f"{bracketed(stack.host)}:{stack.alertmanager_port}",
-        address=lambda leg: leg.url.removeprefix("http://"),
+        address=lambda leg: leg.url.partition("://")[2],
+        ca=ca,
     )
     rule_text = yaml.safe_dump(
         rules(alert_settings(spec, deployment)), sort_keys=False, width=1000, allow_unicode=True

@@ -46,7 +46,7 @@ def line_chart(
     """Lines over time, or areas on top of each other."""
     shapes = _stack(lines) if stacked else [(line.points, ()) for line in lines]
     values = [value for upper, _ in shapes for _, value in upper if math.isfinite(value)]
-    ticks = _ticks(max([*values, limit or 0.0, 0.0]), top)
+    ticks = _ticks(max([*values, limit or 0.0, 0.0]), top, unit)
     frame = _Frame(start, end, ticks[-1])
     parts = [_grid(frame, ticks, unit), _times(frame)]
     for index, (line, (upper, lower)) in enumerate(zip(lines, shapes, strict=True)):
@@ -74,7 +74,7 @@ def bar_chart(
         values: by name, then by category; NaN is no bar.
     """
     finite = [value for row in values for value in row if math.isfinite(value)]
-    ticks = _ticks(max([*finite, 0.0]), None)
+    ticks = _ticks(max([*finite, 0.0]), None, unit)
     frame = _Frame(0.0, 1.0, ticks[-1])
     parts = [_grid(frame, ticks, unit)]
     slot = (WIDTH - _LEFT - _RIGHT) / max(len(categories), 1)
@@ -84,7 +84,7 @@ def bar_chart(
         middle = _LEFT + slot * (place + 0.5)
         # Labels that would touch stand on two lines by turns.
         lower = crowded and place % 2
-        parts.append(_text(middle, HEIGHT - (1 if lower else 11), category, "middle"))
+        parts.append(_text(middle, HEIGHT - (1 if lower else 11), category, "middle", "category"))
         for index, name in enumerate(names):
             value = values[index][place]
             if not math.isfinite(value):
@@ -196,12 +196,15 @@ def _stack(
     return shapes
 
 
-def _ticks(most: float, top: float | None) -> list[float]:
-    """Round values from 0 to the top or just above the largest."""
+def _ticks(most: float, top: float | None, unit: str) -> list[float]:
+    """Round values from 0 to the top or just above the largest, round in the unit that is shown."""
     if top is not None and most <= top:
         return [top * number / _TICKS for number in range(_TICKS + 1)]
     if most <= 0:
         return [0.0, 1.0]
+    if unit == "bytes":
+        size = 1024.0 ** max(math.floor(math.log(most, 1024)), 0)
+        return [tick * size for tick in _ticks(most / size, None, "none")]
     rough = most / _TICKS
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * each for each in (1, 2, 2.5, 5, 10) if power * each >= rough * 0.999)

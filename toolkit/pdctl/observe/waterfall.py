@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from pd_connector import telemetry as t
@@ -9,9 +10,11 @@ from pdctl.observe.spans import Span
 
 _NARROWEST_BAR = 12
 _TOLD = (
+    (t.TURN_NUMBER.name, "turn {}"),
+    (t.CONVERSATION.name, "of conversation {}"),
     (t.OUTCOME.name, "{}"),
-    (t.OUTCOME_REASON.name, "({})"),
     (t.ROUTE.name, "by {}"),
+    (t.TTFT_MS.name, "first token after {:.0f} ms"),
     (t.DIRECTION.name, "{}"),
     (t.TOKENS_PROMPT.name, "{} prompt tokens"),
     (t.TOKENS_READ.name, "{} read"),
@@ -62,9 +65,12 @@ def lines(spans: list[Span], width: int) -> Iterator[str]:
     nodes = tree(spans)
     start = min(span.start for span in spans)
     end = max(span.end for span in spans)
-    yield f"trace {spans[0].trace}  {(end - start) / 1e6:.1f} ms  {len(nodes)} spans"
+    began = datetime.fromtimestamp(start // 10**9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    took = f"{(end - start) / 1e6:.1f} ms"
+    yield f"trace {spans[0].trace}  {began}  {took}  {len(nodes)} spans"
     names = max(len(node.span.name) + 2 * node.depth for node in nodes)
     services = max(len(node.span.service) for node in nodes)
+    yield f"{'span':<{names}}  {'process':<{services}}  {'start':>8} {'took':>8}"
     bar = max(width - names - services - 26, _NARROWEST_BAR)
     for node in nodes:
         span = node.span
@@ -113,7 +119,11 @@ def _bar(span: Span, start: int, end: int, width: int) -> str:
 
 def _note(node: Node) -> str:
     attributes = node.span.attributes
-    words = [form.format(attributes[key]) for key, form in _TOLD if key in attributes]
+    words = [
+        form.format(attributes[key]) + _why(attributes, key)
+        for key, form in _TOLD
+        if key in attributes
+    ]
     size = attributes.get(t.BYTES.name)
     if isinstance(size, int):
         words.append(_bytes(size))
@@ -126,6 +136,16 @@ def _note(node: Node) -> str:
     if node.lost:
         words.append("(its parent is not in the trace)")
     return ", ".join(words)
+
+
+def _why(attributes: dict[str, Any], key: str) -> str:
+    """The reason of an outcome or route, where it says more than they do."""
+    reasons = {t.OUTCOME.name: t.OUTCOME_REASON.name, t.ROUTE.name: t.ROUTE_REASON.name}
+    reason = attributes.get(reasons.get(key, ""))
+    known = [None, attributes.get(t.OUTCOME.name)]
+    if key == t.ROUTE.name:
+        known.append(attributes.get(t.OUTCOME_REASON.name))
+    return "" if reason in known else f" ({reason})"
 
 
 def _bytes(size: int) -> str:

@@ -277,6 +277,11 @@ class Router(Section):
     handle_ttl: Duration = Field(
         450.0, description="How long a handle is kept; must stay below decode_ttl."
     )
+    handle_max_age: Duration | None = Field(
+        None,
+        description="While a conversation pauses, its blocks are renewed on decode, up to this "
+        "age; not renewed when left out. With the pdctl connector.",
+    )
     readback_timeout: Duration = Field(
         60.0, description="Longest wait for a prefill that reads back, before it is recomputed."
     )
@@ -390,7 +395,8 @@ class Observability(Section):
     otlp_endpoint: str | None = Field(
         None,
         pattern=URL,
-        description="OpenTelemetry collector for the spans of router and engines.",
+        description="OpenTelemetry collector for the spans of router and engines: "
+        "http://HOST:4317 for grpc, http://HOST:4318 for http/protobuf (/v1/traces is added).",
     )
     otlp_protocol: Literal["grpc", "http/protobuf"] = Field(
         "grpc", description="How spans travel to it (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL)."

@@ -23,6 +23,7 @@ def broken_rules(spec: Spec) -> Iterator[Broken]:
     yield from _tls(spec)
     yield from _tokens(spec)
     yield from _fabric(spec)
+    yield from _traces(spec)
     yield from _stack(spec)
     yield from broken_between_legs(spec)
     yield from broken_by_owned(spec)
@@ -63,6 +64,16 @@ def _engine(spec: Spec) -> Iterator[Broken]:
             "kv_transfer.cross_layer_blocks: vLLM's CPU attention cannot read such blocks; "
             "say auto or false",
             also=(("engine", "device"),),
+        )
+
+
+def _traces(spec: Spec) -> Iterator[Broken]:
+    seen = spec.observability
+    if seen.otlp_protocol == "grpc" and (seen.otlp_endpoint or "").startswith("https:"):
+        yield Broken(
+            ("observability", "otlp_endpoint"),
+            "observability.otlp_endpoint: vLLM speaks gRPC without TLS only; say http://, or "
+            "otlp_protocol: http/protobuf",
         )
 
 
@@ -189,6 +200,20 @@ def _times(spec: Spec) -> Iterator[Broken]:
             f"kv_transfer.decode_ttl ({format_duration(kv.decode_ttl)}), or handles outlive "
             "their blocks",
             also=(("kv_transfer", "decode_ttl"),),
+        )
+    if router.handle_max_age is not None and router.handle_max_age <= router.handle_ttl:
+        yield Broken(
+            ("router", "handle_max_age"),
+            f"router.handle_max_age: {format_duration(router.handle_max_age)} must be above "
+            f"router.handle_ttl ({format_duration(router.handle_ttl)}); null for no renewal",
+            also=(("router", "handle_ttl"),),
+        )
+    if router.handle_max_age is not None and kv.connector == "stock":
+        yield Broken(
+            ("router", "handle_max_age"),
+            "router.handle_max_age: the stock connector renews nothing; say null, or "
+            "kv_transfer.connector: pdctl",
+            also=(("kv_transfer", "connector"),),
         )
     if kv.bidirectional and kv.decode_ttl <= READ_MARGIN_SECONDS:
         yield Broken(

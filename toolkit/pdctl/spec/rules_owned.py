@@ -38,6 +38,8 @@ OWNED_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "engine.cpu_kv_cache",
     "NIXL_LOG_LEVEL": "observability.nixl_log_level",
     "FI_PROVIDER": "fabric.provider",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "observability.otlp_endpoint",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "observability.otlp_protocol",
     "PATH": "engine.venv",
     SECRET_FILE_VARIABLE: "kv_transfer.secret_file",
 }

@@ -1,5 +1,8 @@
 """Running somebody else's client against a URL and keeping what it reports as rows."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import time
 import uuid
@@ -19,6 +22,9 @@ from pdctl.bench.records import SCHEMA, Row, RunFolder
 from pdctl.errors import PdctlError
 
 Say = Callable[[str], None]
+
+LOG = "output.log"
+_GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,38 +59,68 @@ def run_foreign(asked: Foreign, out: RunFolder, say: Say) -> None:
     out.write_environment(environment([]))
     work = (out.folder / asked.client).absolute()
     work.mkdir()
-    command = make(asked, work)
-    say(f"running {asked.client}")
-    before = outcomes(asked.target.url)
-    log = work / "output.log"
+    state = "failed"
     try:
-        with log.open("wb") as stream:
-            done = subprocess.run(
-                command, stdout=stream, stderr=subprocess.STDOUT, cwd=work, check=False
-            )
-    except OSError as error:
-        raise PdctlError(f"{command[0]}: {error.strerror}; --program says where it is", 2) from None
-    if done.returncode:
-        raise PdctlError(f"{asked.client} ended with {done.returncode}; its output: {log}")
-    found: list[Row] = read(work, asked.arm)
-    if not found:
-        raise PdctlError(f"{asked.client} reported no request; its output: {log}")
-    for row in found:
-        out.add_row(row)
-    after = outcomes(asked.target.url)
-    out.write_settings(
-        settings
-        | {
-            "state": "complete",
-            "workload": settings["workload"] | {"turns": len(found)},
-            "router_outcomes": {
-                name: after[name] - before.get(name, 0)
-                for name in after
-                if after[name] != before.get(name, 0)
-            },
+        command = make(asked, work)
+        say(f"running {asked.client}")
+        before = outcomes(asked.target.url)
+        _execute(command, work, asked.client)
+        after = outcomes(asked.target.url)
+        found: list[Row] = read(work, asked.arm)
+        measured = [row for row in found if not row.warmup]
+        if not measured:
+            raise PdctlError(f"{asked.client} reported no request; its output: {work / LOG}")
+        for row in found:
+            out.add_row(row)
+        settings = settings | {"router_outcomes": _gained(before, after)}
+        settings["workload"] |= {
+            "turns": len(measured),
+            "conversations": len({row.conversation for row in measured}),
         }
-    )
-    out.close()
+        state = "complete"
+    except KeyboardInterrupt:
+        state = "interrupted"
+        raise
+    finally:
+        out.write_settings(settings | {"state": state})
+        out.close()
+
+
+def _execute(command: list[str], work: Path, name: str) -> None:
+    """Run it in a process group of its own, so that none of its processes outlives this one."""
+    with (work / LOG).open("wb") as stream:
+        try:
+            process = subprocess.Popen(
+                command, stdout=stream, stderr=subprocess.STDOUT, cwd=work, start_new_session=True
+            )
+        except OSError as error:
+            raise PdctlError(
+                f"{command[0]}: {error.strerror}; --program says where it is", 2
+            ) from None
+    try:
+        code = process.wait()
+    finally:
+        _end(process)
+    if code:
+        raise PdctlError(f"{name} ended with {code}; its output: {work / LOG}")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Whatever of its group still runs is asked to end, and then made to."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(_GRACE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _gained(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    return {
+        name: after[name] - before.get(name, 0)
+        for name in after
+        if after[name] != before.get(name, 0)
+    }
 
 
 def _settings(asked: Foreign) -> dict[str, Any]:

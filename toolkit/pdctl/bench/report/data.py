@@ -1,16 +1,18 @@
 """What a run found, in numbers. Pure; every way of showing it starts here."""
 
+import statistics
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from pd_connector.telemetry import prompt_band
+from pd_connector.telemetry import PROMPT_BANDS
 from pdctl.bench.engines import gain
-from pdctl.bench.evidence import Check, evidence, expects_readback, problems
+from pdctl.bench.evidence.check import expects_readback
+from pdctl.bench.evidence.verdict import evidence, problems
 from pdctl.bench.records import Row, Run
-from pdctl.bench.report.article import FIGURES, Reported
-from pdctl.bench.stats import Estimate, Summary, median_interval, ratio, summary
+from pdctl.bench.report.article import FIGURES
+from pdctl.bench.report.result import Beside, Cell, DecodeCost, Group, Result
+from pdctl.bench.stats import Estimate, median_interval, ratio, summary
 
 POSTING_SHARE = 0.5
 MANY_DESCRIPTORS = 500
@@ -20,99 +22,6 @@ of one host without a GPU."""
 
 NEAR = 0.15
 """A measured prompt length stands beside one of the article's when it differs by less."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One arm at one prompt length (or turn number). Milliseconds, GB/s of 1e9 bytes."""
-
-    ttft: Summary | None
-    ttft_interval: Estimate | None
-    prefill: Summary | None
-    read_ms: Summary | None
-    compute_ms: Summary | None
-    read_gb_s: float | None
-    read_bytes: float | None
-    descriptors: float | None
-    posting_share: float | None
-    outside_ms: Summary | None
-    """TTFT less the engines' own times: router, HTTP and client."""
-    tpot: Summary | None
-    tokens_read: float | None
-    route: str | None
-
-
-@dataclass(frozen=True)
-class Group:
-    """All arms at one prompt length (or turn number)."""
-
-    label: str
-    tokens: int | None
-    cells: dict[str, Cell]
-    ttft_ratio: dict[str, Estimate]
-    """The base arm's median over this arm's; only where the evidence carries it."""
-    prefill_ratio: dict[str, Estimate]
-
-
-@dataclass(frozen=True)
-class DecodeCost:
-    """What an arm costs on decode."""
-
-    tpot: Summary | None
-    most_kv_usage: float | None
-    preemptions: float | None
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A figure of the article and what was measured nearest to it."""
-
-    reported: Reported
-    measured_tokens: int | None
-    off_ms: float | None
-    on_ms: float | None
-    ratio: Estimate | None
-
-
-@dataclass(frozen=True)
-class Result:
-    run: Run
-    checks: list[Check]
-    base: str
-    arms: list[str]
-    by_length: list[Group]
-    by_turn: list[Group]
-    outcomes: dict[str, Counter[str]]
-    decode: dict[str, DecodeCost]
-    article: list[Beside]
-    notices: list[str] = field(default_factory=list)
-
-    @property
-    def comparable(self) -> bool:
-        """The evidence carries a comparison."""
-        return len(self.arms) > 1 and not self.problems
-
-    @property
-    def code(self) -> int:
-        """Exit code: 1 when a check fails, or when a comparison was asked for and does not hold."""
-        failed = any(check.ok is False for check in self.checks)
-        return int(failed or (len(self.arms) > 1 and not self.comparable))
-
-    @property
-    def problems(self) -> list[str]:
-        return problems(self.checks)
-
-    @property
-    def verdict(self) -> str:
-        if len(self.arms) < 2:
-            return "NO COMPARISON"
-        return "VALID" if self.comparable else "INVALID"
-
-    @property
-    def reader(self) -> str | None:
-        """The arm that reads back."""
-        arms = self.run.arms
-        return next((arm["name"] for arm in arms if expects_readback(arm)), None)
 
 
 def result_of(run: Run) -> Result:
@@ -151,7 +60,8 @@ def _length_key(row: Row) -> tuple[str, int]:
     if row.target_tokens:
         return f"{row.target_tokens:,}", row.target_tokens
     tokens = row.prompt_tokens or 0
-    return prompt_band(tokens), tokens
+    bound = next((bound for bound in PROMPT_BANDS if tokens <= bound), None)
+    return (f"up to {bound:,}" if bound else f"above {PROMPT_BANDS[-1]:,}"), tokens
 
 
 def _groups(
@@ -162,11 +72,12 @@ def _groups(
     valid: bool,
 ) -> list[Group]:
     grouped: dict[str, list[Row]] = {}
-    places: dict[str, int] = {}
+    found: dict[str, list[int]] = {}
     for row in rows:
         label, place = key(row)
         grouped.setdefault(label, []).append(row)
-        places[label] = min(place, places.get(label, place))
+        found.setdefault(label, []).append(place)
+    places = {label: round(statistics.median(each)) for label, each in found.items()}
     return [
         _group(label, places[label], grouped[label], arms, base, valid)
         for label in sorted(grouped, key=lambda label: places[label])

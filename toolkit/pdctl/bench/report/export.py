@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from pdctl.bench.records import Row
-from pdctl.bench.report.data import Group, Result
+from pdctl.bench.report.result import Group, Result
 
 
 def as_data(result: Result) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from pdctl.bench.report.article import MACHINES
-from pdctl.bench.report.data import Result
+from pdctl.bench.report.result import Result
 from pdctl.bench.report.text import ms, number, speed, times, verdict_line, whole
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pdctl.bench.report.data import Result
+from pdctl.bench.report.result import Result
 from pdctl.errors import PdctlError
 
 _COLORS = ("#67707a", "#0a7d8c", "#b4581a", "#6b4fa3")

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from pdctl.bench.report.data import Cell, Result
+from pdctl.bench.report.result import Cell, Result
 from pdctl.bench.stats import Estimate, Summary
 
 

@@ -13,6 +13,7 @@ from pd_connector.telemetry import (
     ROUTER_HANDLE_AGE,
     ROUTER_HANDLE_TTL,
     ROUTER_HANDLES_BYTES,
+    ROUTER_HANDLES_BYTES_LIMIT,
     ROUTER_HANDLES_DROPPED,
     ROUTER_HANDLES_HELD,
     ROUTER_HANDLES_LIMIT,
@@ -57,7 +58,12 @@ BOARD = Board(
                         Query(
                             f"{total(ROUTER_HANDLES_HELD.name, *ROUTER)} / "
                             f"{total(ROUTER_HANDLES_LIMIT.name, *ROUTER)}",
-                            "{{deployment}}",
+                            "{{deployment}}: handles",
+                        ),
+                        Query(
+                            f"{total(ROUTER_HANDLES_BYTES.name, *ROUTER)} / "
+                            f"{total(ROUTER_HANDLES_BYTES_LIMIT.name, *ROUTER)}",
+                            "{{deployment}}: their memory",
                         ),
                     ),
                     limit=0.9,
@@ -119,8 +125,8 @@ BOARD = Board(
                 Panel(
                     "Too late",
                     "reqps",
-                    "Zero: turns that came after decode had freed their blocks, as router, prefill "
-                    "and vLLM count them.",
+                    "Zero turns and none declined: they came after decode had freed their blocks. "
+                    "vLLM's count on decode also has turns that nobody continued.",
                     "PdHandlesExpire",
                     (
                         Query(
@@ -184,7 +190,7 @@ BOARD = Board(
                     "reqps",
                     "read and successor: reuse works. expired: nobody came back. high_water: "
                     "memory is short.",
-                    "PdPinnedKvHigh",
+                    "PdPinnedTurnsCrowdedOut",
                     (
                         Query(
                             rate(ENGINE_PINS_ENDED.name, RATE_INTERVAL, *DECODE, by="reason"),
@@ -197,7 +203,7 @@ BOARD = Board(
                     "Preemptions",
                     "reqps",
                     "Zero. A preempted request computes its KV again.",
-                    "PdPinnedKvFull",
+                    "decode-preempts",
                     (
                         Query(
                             rate(contract.ENGINE_PREEMPTIONS, RATE_INTERVAL, *ENGINE, by="leg"),
@@ -223,7 +229,7 @@ BOARD = Board(
                     "Handles that engines refused",
                     "reqps",
                     "Zero. forged, altered and foreign handles did not come from this deployment.",
-                    "PdPairUnhealthy",
+                    "client-params-honoured",
                     (
                         Query(
                             rate(ENGINE_REFUSED.name, RATE_INTERVAL, *ENGINE, by="leg, reason"),

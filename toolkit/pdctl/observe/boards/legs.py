@@ -17,7 +17,7 @@ from pd_connector.telemetry import (
     ROUTER_SPANS_DROPPED,
     ROUTER_STRIPPED,
 )
-from pdctl.observe.alerts import JOB
+from pdctl.observe.conditions import JOB
 from pdctl.observe.panel import ENGINE, RATE_INTERVAL, ROUTER, ROUTER_LEG, Board, Panel, Query, Row
 from pdctl.observe.promql import quantile, rate, select, total
 
@@ -130,7 +130,7 @@ BOARD = Board(
                     "reqps",
                     "Zero: they are stripped by the router and answered with 400 by engines; "
                     "somebody is trying.",
-                    "PdPairUnhealthy",
+                    "client-params-honoured",
                     (
                         Query(
                             rate(ROUTER_STRIPPED.name, RATE_INTERVAL, *ROUTER),

@@ -137,7 +137,7 @@ BOARD = Board(
                     "none",
                     "Hundreds, not tens of thousands: few descriptors make fast reads (block size "
                     "and cache layout decide).",
-                    "PdTransferFailures",
+                    "too-many-descriptors",
                     (
                         Query(
                             mean(
@@ -154,7 +154,7 @@ BOARD = Board(
                     "Time to post a read",
                     "s",
                     "A small part of the read's own time; more means too many descriptors.",
-                    "PdTransferFailures",
+                    "too-many-descriptors",
                     (
                         Query(
                             mean(ENGINE_TRANSFER_POST.name, RATE_INTERVAL, *ENGINE, by="direction"),
@@ -215,7 +215,7 @@ BOARD = Board(
                 Panel(
                     "Settings of the engines",
                     "none",
-                    "The provider that the spec names (efa), and equal settings on all legs.",
+                    "The provider that the spec names, and equal settings on all legs.",
                     "PdProviderFallback",
                     (Query(select(ENGINE_INFO.name, *ENGINE), "{{leg}}"),),
                     "table",

@@ -18,11 +18,11 @@ HIT = f'outcome="{Outcome.HIT.value}"'
 NOT_HIT = f'outcome!="{Outcome.HIT.value}"'
 
 
-def _quantiles(by: str, *matchers: str) -> tuple[Query, ...]:
+def _quantiles(by: str, legend: str) -> tuple[Query, ...]:
     return tuple(
         Query(
-            quantile(share, ROUTER_TTFT.name, RATE_INTERVAL, *ROUTER, *matchers, by=by),
-            f"p{share * 100:.0f}, {by} {{{{{by}}}}}",
+            quantile(share, ROUTER_TTFT.name, RATE_INTERVAL, *ROUTER, by=by),
+            f"p{share * 100:.0f}, {legend}",
             exemplars=True,
         )
         for share in (0.5, 0.9, 0.99)
@@ -57,7 +57,7 @@ def _cost() -> Query:
 def _within_objective() -> Query:
     name = ROUTER_TTFT.name
     near = increase(f"{name}_bucket", RANGE, *ROUTER, f'le="{OBJECTIVE}"')
-    return Query(f"{near} / {increase(f'{name}_count', RANGE, *ROUTER)}", "within the objective")
+    return Query(f"{near} / {increase(f'{name}_count', RANGE, *ROUTER)}", "{{deployment}}")
 
 
 _SHARE = rate(ROUTER_TURNS.name, RATE_INTERVAL, *ROUTER, by="deployment, outcome")
@@ -131,20 +131,20 @@ BOARD = Board(
                     "Later turns are no slower than the first: with readback their time grows "
                     "with the new text, not with the history.",
                     "PdTtftBurnsFast",
-                    _quantiles("turn"),
+                    _quantiles("turn", "turn {{turn}}"),
                 ),
                 Panel(
                     "TTFT by prompt length",
                     "s",
                     "Nearly flat over prompt length where most turns are read back.",
                     "PdTtftBurnsFast",
-                    _quantiles("prompt"),
+                    _quantiles("prompt", "up to {{prompt}} tokens"),
                 ),
                 Panel(
                     "TTFT, all turns",
                     "s",
-                    "One band, or two: read back and computed. Dots are turns with a trace; "
-                    "open one of a slow bucket.",
+                    "One band, or two: read back and computed. Grafana shows turns with a trace "
+                    "as dots: open one of a slow bucket.",
                     "PdTtftBurnsSlowly",
                     (
                         Query(
@@ -192,7 +192,7 @@ BOARD = Board(
                     "s",
                     "Extra seconds to the first token against turns of the same prompt length "
                     "that were read back, by outcome. Positive: that is what each costs its user. "
-                    "Near zero: readback does not pay at that length.",
+                    "Zero or below: readback does not pay at that length.",
                     "PdReuseStopped",
                     (_cost(),),
                     "table",
@@ -202,7 +202,7 @@ BOARD = Board(
                     "Why handles were not sent",
                     "reqps",
                     "Near zero. The reasons say what the client or the router changed.",
-                    "PdAlwaysMiss",
+                    "history-changed",
                     (
                         Query(
                             rate(ROUTER_HANDLES_REFUSED.name, RATE_INTERVAL, *ROUTER, by="reason"),
@@ -229,7 +229,9 @@ BOARD = Board(
                     "PdPairUnhealthy",
                     (
                         Query(
-                            rate(ROUTER_ROUTES.name, RATE_INTERVAL, *ROUTER, by="route, reason"),
+                            # Most of the possible ones are never taken.
+                            rate(ROUTER_ROUTES.name, RATE_INTERVAL, *ROUTER, by="route, reason")
+                            + " > 0",
                             "{{route}}: {{reason}}",
                         ),
                     ),

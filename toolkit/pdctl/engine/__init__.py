@@ -1,0 +1,1 @@
+"""One engine of a deployment: what vLLM is started with."""
