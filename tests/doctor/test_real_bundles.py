@@ -1,5 +1,6 @@
-"""Bundles that `pdctl collect` made of a real pair (vLLM 0.29.0, NIXL 1.4.1, UCX, on CPU); paths
-and machine names are replaced, histograms' buckets and most of the environment left out."""
+"""Bundles that `pdctl collect` made of a real pair (vLLM 0.29.0, NIXL 1.4.1, on CPU, over UCX or
+LIBFABRIC); paths and machine names are replaced, histograms' buckets and most of the environment
+left out."""
 
 import json
 from pathlib import Path
