@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from legcpu import cpu_seconds
+from legcpu import cpu_seconds, hold_to
 from rig import FRESH, Pair, complete, metrics, pair, text_of, until
 from tests.otlp import Receiver
 
@@ -49,6 +49,9 @@ class Side:
     def __init__(self, engines: Pair) -> None:
         self.engines = engines
         self.leaders = [engines.pid("prefill-0"), engines.pid("decode-0")]
+        for core, leader in enumerate(self.leaders):
+            # vLLM moves a CPU worker's computing thread to the last core, pdctl's connector back.
+            hold_to(leader, core)
         self.client = httpx.AsyncClient(timeout=120, trust_env=False)
 
     async def rep(self, options: argparse.Namespace, number: int) -> Rep:
