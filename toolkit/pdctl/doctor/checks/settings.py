@@ -290,8 +290,10 @@ def _of_log(leg: LegEvidence, name: str) -> Iterator[Setting]:
                 yield Setting(leg.name, leg.role, True, hit.excerpt)
     for hit in hits.last if (hits := leg.hits.get(NON_DEFAULT_ARGUMENTS.name)) else ():
         for key in NAMES[name]:
+            # A long line is kept in part: only a value that is seen to end is one.
             match = re.search(
-                rf"['\"]?\b{re.escape(key)}['\"]?\s*[:=]\s*(\[[^\]]*\]|'[^']*'|[^\s,)}}]+)",
+                rf"['\"]?\b{re.escape(key)}['\"]?\s*[:=]\s*"
+                r"(\[[^\]]*\]|'[^']*'|[^\s,)}'\[]+(?=[\s,)}]))",
                 hit.groups["arguments"],
             )
             if match:
