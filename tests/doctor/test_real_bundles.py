@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pdctl.doctor.model import LONGEST_VALUE
 from tests.cli import pdctl
 
 REAL = Path(__file__).parent / "real"
@@ -29,14 +28,33 @@ def test_bidirectional_transfer_on_one_side() -> None:
     assert codes(REAL / "one-sided.tar.gz") == ["PD3007"]
 
 
-def test_of_a_value_that_is_kept_in_part_only_what_ends_is_told(tmp_path: Path) -> None:
+@pytest.fixture
+def logs_alone(tmp_path: Path) -> Path:
+    """What the two engines of a healthy pair logged, and nothing else."""
     with tarfile.open(REAL / "healthy-after-turns.tar.gz") as packed:
-        packed.extractall(tmp_path, filter="data")
-    (log,) = tmp_path.rglob("decode-0/log.txt")
-    begin, arguments, rest = log.read_text().partition("non-default args: ")
-    told = len(rest.partition("kv_connector='N")[0]) + len("kv_connector='N")
-    other = "enable_prompt_tokens_details"
-    assert len(other) > told - LONGEST_VALUE > 0
-    rest = rest.replace(other, other[: LONGEST_VALUE - told], 1)
-    log.write_text(begin + arguments + rest)
-    assert codes(log.parents[1]) == []
+        packed.extractall(tmp_path / "whole", filter="data")
+    for log in (tmp_path / "whole").rglob("*-0/log.txt"):
+        if not log.parent.name.startswith("router"):
+            kept = tmp_path / "logs" / log.parent.name / "log.txt"
+            kept.parent.mkdir(parents=True)
+            kept.write_bytes(log.read_bytes())
+    return tmp_path / "logs"
+
+
+def test_a_setting_is_read_wherever_it_stands_in_the_line_of_arguments(logs_alone: Path) -> None:
+    log = logs_alone / "decode-0/log.txt"
+    before, arguments, rest = log.read_text().partition("non-default args: ")
+    assert rest.index("kv_connector='Nixl") > 250
+    pushing = rest.replace("kv_connector='NixlConnector'", "kv_connector='NixlPushConnector'", 1)
+    log.write_text(before + arguments + pushing)
+    assert "PD3010" in codes(logs_alone)
+
+
+@pytest.mark.parametrize("last", ["kv_connector='N", "kv_connector=Nix"])
+def test_a_value_that_is_cut_off_with_its_line_is_none(logs_alone: Path, last: str) -> None:
+    log = logs_alone / "decode-0/log.txt"
+    before, arguments, rest = log.read_text().partition("non-default args: ")
+    line, end, after = rest.partition("\n")
+    cut = line.partition("kv_connector='")[0] + last
+    log.write_text(before + arguments + cut + end + after)
+    assert "PD3010" not in codes(logs_alone)

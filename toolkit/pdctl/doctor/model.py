@@ -69,7 +69,8 @@ DEPLOYMENT = "deployment"
 
 
 LONGEST_VALUE = 300
-"""Characters of a named group that are kept: no name, address or number is longer."""
+"""Characters of a named group that are kept: no name, address or number is longer. It bounds what
+a hostile line can make of a number."""
 TIME_OF_DAY = re.compile(r"\d\d:\d\d:\d\d\b")
 
 
@@ -84,6 +85,7 @@ class Pattern:
     match them. ``timed``: the time of day in front of the match is kept as the group "when"; a
     regex that looked for it would have to try every line from its begin. Not ``counted``: how
     often each value of a group came is not asked for, as in statistics that are always logged.
+    ``longest``: characters of a group that are kept, where one is more than a single value.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Pattern:
     regex: str | None = None
     timed: bool = False
     counted: bool = True
+    longest: int = LONGEST_VALUE
 
     def __post_init__(self) -> None:
         if not self.any_of or not all(len(text) >= 3 for text in self.any_of):
@@ -101,7 +104,7 @@ class Pattern:
     def groups(self, match: re.Match[str]) -> dict[str, str]:
         """The named groups of a match that took part in it."""
         named = match.groupdict().items()
-        found = {name: value[:LONGEST_VALUE] for name, value in named if value is not None}
+        found = {name: value[: self.longest] for name, value in named if value is not None}
         if self.timed and (when := TIME_OF_DAY.search(match.string, 0, match.start())):
             found["when"] = when[0]
         return found

@@ -276,6 +276,8 @@ NON_DEFAULT_ARGUMENTS = Pattern(
     "non-default-arguments",
     ("non-default args",),
     r"non-default args: (?P<arguments>.*)",
+    counted=False,
+    longest=1 << 14,
 )
 LOG_SETTINGS = (CONNECTOR_ACTIVE, BIDIRECTIONAL_ON, NON_DEFAULT_ARGUMENTS)
 """Patterns that every check which reads settings lists among its own."""
@@ -290,7 +292,7 @@ def _of_log(leg: LegEvidence, name: str) -> Iterator[Setting]:
                 yield Setting(leg.name, leg.role, True, hit.excerpt)
     for hit in hits.last if (hits := leg.hits.get(NON_DEFAULT_ARGUMENTS.name)) else ():
         for key in NAMES[name]:
-            # A long line is kept in part: only a value that is seen to end is one.
+            # A line may be cut off: only a value that is seen to end is one.
             match = re.search(
                 rf"['\"]?\b{re.escape(key)}['\"]?\s*[:=]\s*"
                 r"(\[[^\]]*\]|'[^']*'|[^\s,)}'\[]+(?=[\s,)}]))",
