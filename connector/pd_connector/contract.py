@@ -147,6 +147,16 @@ ENGINE_REQUEST_SECONDS = "vllm:e2e_request_latency_seconds_sum"
 ENGINE_CACHE_INFO = "vllm:cache_config_info"
 """Its labels hold ``block_size`` (tokens) and ``num_gpu_blocks``."""
 
+OTLP_TRACES_PATH = "/v1/traces"
+"""Where a collector takes spans over HTTP. Source: the OpenTelemetry protocol's specification."""
+
+
+def otlp_http_url(endpoint: str) -> str:
+    """The URL that spans are posted to; ``endpoint`` has the path already or not."""
+    base = endpoint.rstrip("/")
+    return base if base.endswith(OTLP_TRACES_PATH) else base + OTLP_TRACES_PATH
+
+
 # How the plugin and the connector are named to vLLM.
 PLUGIN_NAME = "pd_connector"
 CONNECTOR_CLASS = "NixlConnector"

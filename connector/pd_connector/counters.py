@@ -5,7 +5,6 @@ Scheduler and workers run in other processes: they collect rows in a :class:`Pen
 travels with vLLM's connector stats (:mod:`pd_connector.stats`) and ends in :func:`apply`.
 """
 
-import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -66,9 +65,8 @@ def begin(*counters: Metric) -> None:
     """Have counters at 0 before their first event, in the API server's process, so that rates
     and alerts have data; one whose labels' values are not known before is left out."""
     for counter in counters:
-        if len(counter.values) == len(counter.labels):
-            for labels in itertools.product(*counter.values):
-                observe(counter, *labels, amount=0)
+        for labels in counter.label_sets():
+            observe(counter, *labels, amount=0)
 
 
 def apply(rows: Iterable[Row]) -> None:

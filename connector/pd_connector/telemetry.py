@@ -5,10 +5,12 @@ instruments from these records; dashboards, alert rules, the doctor and docs/tel
 take their names from here.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pd_connector.contract import Outcome
+from pd_connector.contract import Outcome, Route
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -26,6 +28,11 @@ class Metric:
     values: tuple[tuple[str, ...], ...] = ()
     """All values of each label, where they are few and known before: such a counter is at 0 from
     the start, like one without labels."""
+
+    def label_sets(self) -> Iterator[tuple[str, ...]]:
+        """The labels of every series that is known before its first event."""
+        if len(self.values) == len(self.labels):
+            yield from itertools.product(*self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,7 @@ ROUTER_TURNS = Metric(
     "counter",
     "Turns whose prompt has its KV, by reuse outcome and route.",
     ("outcome", "route"),
+    values=(tuple(outcome.value for outcome in Outcome), tuple(route.value for route in Route)),
 )
 ROUTER_ROUTES = Metric(
     "pd_router_routes_total",
@@ -93,6 +101,7 @@ ROUTER_TOKENS = Metric(
     "Prompt tokens: all (prompt), covered by the handle that was sent (offered), read back from "
     "decode (read), computed by prefill (computed), as the engines counted them.",
     ("kind",),
+    values=(("prompt", "offered", "read", "computed"),),
 )
 ROUTER_TTFT = Metric(
     "pd_router_time_to_first_token_seconds",
@@ -132,6 +141,7 @@ ROUTER_HANDLES_DROPPED = Metric(
     "counter",
     "Handles forgotten unused: expired, evicted, replaced, released, leg_restarted, leg_down.",
     ("reason",),
+    values=(("expired", "evicted", "replaced", "released", "leg_restarted", "leg_down"),),
 )
 ROUTER_HANDLES_HELD = Metric(
     "pd_router_handles_held", "gauge", "Handles that could be used now.", ("leg",)
@@ -174,6 +184,7 @@ ROUTER_ENDINGS = Metric(
     "counter",
     "How turns ended: ok, client_gone, broken_stream, refused, error.",
     ("ending",),
+    values=(("ok", "client_gone", "broken_stream", "refused", "error"),),
 )
 ROUTER_LEG_UP = Metric(
     "pd_router_leg_up", "gauge", "1 while the leg answers, else 0.", ("leg", "role")

@@ -15,6 +15,10 @@ from pd_router.legs import Leg
 
 log = logging.getLogger("pd_router")
 
+MOST_AT_ONCE = 1000
+"""Turns of one order."""
+PAUSE_SECONDS = 0.2
+"""Between two rounds of orders: none is a hurry, and many turns travel in one."""
 _POST_SECONDS = 5.0
 
 

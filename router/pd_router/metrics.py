@@ -9,7 +9,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pd_connector import telemetry
-from pd_connector.contract import Outcome, Route
 from pd_connector.telemetry import Metric
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -38,11 +37,6 @@ class Metrics:
         self.endings = self._counter(telemetry.ROUTER_ENDINGS)
         self.leg_restarts = self._counter(telemetry.ROUTER_LEG_RESTARTS)
         self.spans_dropped = self._counter(telemetry.ROUTER_SPANS_DROPPED)
-        for outcome in Outcome:
-            for route in Route:
-                self.turns.labels(outcome.value, route.value)
-        for kind in ("prompt", "offered", "read", "computed"):
-            self.tokens.labels(kind)
 
     def gauge(self, metric: Metric, read: Callable[[], Samples]) -> None:
         """A gauge whose samples are read when the metrics are."""
@@ -55,7 +49,10 @@ class Metrics:
         return encode(self._registry), content_type
 
     def _counter(self, metric: Metric) -> Counter:
-        return Counter(metric.name, metric.text, metric.labels, registry=self._registry)
+        counter = Counter(metric.name, metric.text, metric.labels, registry=self._registry)
+        for values in filter(None, metric.label_sets()):
+            counter.labels(*values)
+        return counter
 
     def _histogram(self, metric: Metric) -> Histogram:
         return Histogram(

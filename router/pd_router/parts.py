@@ -167,10 +167,6 @@ def start_counting(router: Router) -> None:
         metrics.handles_refused.labels(refusal)
     for leg in legs:
         metrics.leg_restarts.labels(leg.name)
-    for reason in ("expired", "evicted", "replaced", "released", "leg_restarted", "leg_down"):
-        metrics.handles_dropped.labels(reason)
-    for ending in ("ok", "client_gone", "broken_stream", "refused", "error"):
-        metrics.endings.labels(ending)
 
 
 def _gauges(router: Router) -> None:

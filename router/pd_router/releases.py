@@ -4,14 +4,11 @@ import asyncio
 from collections.abc import Callable
 
 from pd_router.handles import Handle
-from pd_router.leases import LeaseOrders
+from pd_router.leases import MOST_AT_ONCE, PAUSE_SECONDS, LeaseOrders
 from pd_router.legs import Leg
 
 MOST_QUEUED = 10_000
 """Turns that wait to be released, over all legs; beyond it their own deadline frees them."""
-MOST_AT_ONCE = 1000
-PAUSE_SECONDS = 0.2
-"""Between two rounds: a release is no hurry, and many travel in one request."""
 
 
 class Releases:

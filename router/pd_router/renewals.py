@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import NamedTuple
 
-from pd_router.leases import LeaseOrders
+from pd_router.leases import MOST_AT_ONCE, PAUSE_SECONDS, LeaseOrders
 from pd_router.legs import Leg
 from pd_router.settings import Settings
 
-MOST_AT_ONCE = 1000
-PAUSE_SECONDS = 0.2
 _RETRY_SECONDS = 5.0
 
 

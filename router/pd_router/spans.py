@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pd_connector import contract
 from pd_connector.telemetry import Attribute, Span
 
 log = logging.getLogger("pd_router")
@@ -201,6 +202,4 @@ def _exporter(endpoint: str, protocol: str) -> Any:
         OTLPSpanExporter as HttpExporter,
     )
 
-    if not endpoint.rstrip("/").endswith("/v1/traces"):
-        endpoint = endpoint.rstrip("/") + "/v1/traces"
-    return HttpExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)
+    return HttpExporter(endpoint=contract.otlp_http_url(endpoint), timeout=EXPORT_SECONDS)

@@ -13,6 +13,7 @@ import yaml
 from pd_connector.contract import Outcome
 from pdctl.observe.prometheus import Prometheus
 from tests.cli import pdctl
+from tests.observe.fake_grafana import EDITOR, FakeGrafana
 from tests.observe.fake_legs import FakeDeployment
 from tests.ports import free_ports
 from tests.programs import program
@@ -26,6 +27,15 @@ def no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A state folder of the test's own."""
     monkeypatch.setenv("PDCTL_STATE_DIR", str(tmp_path / "state"))
     return tmp_path / "state"
+
+
+@pytest.fixture
+def grafana(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGrafana]:
+    """A fake Grafana, and its editor's token in the environment."""
+    monkeypatch.setenv("GRAFANA_TOKEN", EDITOR)
+    fake = FakeGrafana(free_ports(1)[0])
+    yield fake
+    fake.close()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,6 @@ from tests.cli import Ended, pdctl
 from tests.observe.conftest import REFERENCE
 from tests.observe.fake_grafana import EDITOR, VIEWER, FakeGrafana
 from tests.ports import free_ports
-
-
-@pytest.fixture
-def grafana(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGrafana]:
-    monkeypatch.setenv("GRAFANA_TOKEN", EDITOR)
-    fake = FakeGrafana(free_ports(1)[0])
-    yield fake
-    fake.close()
 
 
 def push(grafana: FakeGrafana, *words: object) -> Ended:

@@ -2,32 +2,21 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from pdctl.observe.alerts import ALERTS
 from pdctl.observe.boards import BOARDS
 from tests.cli import Ended, pdctl
 from tests.observe.conftest import REFERENCE
-from tests.observe.fake_grafana import EDITOR, FakeGrafana
+from tests.observe.fake_grafana import FakeGrafana
 from tests.observe.test_dashboards import lost
-from tests.ports import free_ports
 
 TWO_NODES = REFERENCE.with_name("p5en-qwen3-32b.yaml")
 OTHERS = 1 + 2 + len(BOARDS)
 """Folder, data sources and dashboards."""
-
-
-@pytest.fixture
-def grafana(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGrafana]:
-    monkeypatch.setenv("GRAFANA_TOKEN", EDITOR)
-    fake = FakeGrafana(free_ports(1)[0])
-    yield fake
-    fake.close()
 
 
 def push(grafana: FakeGrafana, spec: Path, *words: object) -> Ended:

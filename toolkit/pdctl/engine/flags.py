@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from pd_connector.contract import otlp_http_url
 from pdctl.engine.lookup import served_name, setting
 from pdctl.legs import Flag
 from pdctl.spec.model import Leg as LegSpec
@@ -75,6 +76,4 @@ def flags(spec: Spec, base: Path, role: str, settings: Role, leg: LegSpec) -> It
 def _traces_endpoint(seen: Observability) -> str:
     """Where engines send spans; by HTTP they post to exactly this URL."""
     endpoint = seen.otlp_endpoint or ""
-    if seen.otlp_protocol == "grpc" or endpoint.rstrip("/").endswith("/v1/traces"):
-        return endpoint
-    return f"{endpoint.rstrip('/')}/v1/traces"
+    return endpoint if seen.otlp_protocol == "grpc" else otlp_http_url(endpoint)

@@ -79,13 +79,7 @@ def _on_prefill(run: Run, arm: str, limits: list[tuple[Row, int]], caching: bool
             f"{len(warm)} turns were in prefill's cache already ({row.cached_tokens} tokens of "
             f"{row.conversation} turn {row.turn}, whose own turns had left {limit})"
         )
-    most = sum(limit for _, limit in limits)
-    if local > most:
-        return (
-            f"prefill found {local:.0f} tokens in its own cache, more than the {most} of earlier "
-            "turns"
-        )
-    return None
+    return _too_much("prefill", local, limits)
 
 
 def _on_decode(run: Run, arm: str, limits: list[tuple[Row, int]]) -> str | None:
@@ -100,10 +94,14 @@ def _on_decode(run: Run, arm: str, limits: list[tuple[Row, int]]) -> str | None:
             f"of {row.conversation} turn {row.turn}{left})"
         )
     local = totals(run.arm_blocks(arm), "decode", engines.LOCAL) or 0
+    return _too_much("decode", local, limits)
+
+
+def _too_much(role: str, local: float, limits: list[tuple[Row, int]]) -> str | None:
+    """All turns together found more than earlier ones had left."""
     most = sum(limit for _, limit in limits)
-    if local > most:
-        return (
-            f"decode found {local:.0f} tokens in its own cache, more than the {most} of earlier "
-            "turns"
-        )
-    return None
+    if local <= most:
+        return None
+    return (
+        f"{role} found {local:.0f} tokens in its own cache, more than the {most} of earlier turns"
+    )

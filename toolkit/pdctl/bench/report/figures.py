@@ -16,19 +16,12 @@ def color_of(result: Result, arm: str) -> int:
 
 
 def ttft_section(result: Result) -> str:
-    series = [
-        Line(
-            arm,
-            color_of(result, arm),
-            [_point(group, arm) for group in result.by_length if _has(group, arm)],
-        )
-        for arm in result.arms
-    ]
+    series = _series(result, result.by_length, _point)
     if not any(line.points for line in series):
         return ""
     return (
         "<section><h2>Time to first token over prompt length</h2>"
-        + _legend((arm, color_of(result, arm), False) for arm in result.arms)
+        + _arms(result)
         + _both(
             lambda width: charts.lines(
                 series, width, 300, "TTFT over prompt length", "TTFT, ms", "prompt tokens"
@@ -80,17 +73,10 @@ def prefill_section(result: Result) -> str:
 def turns_section(result: Result) -> str:
     if len(result.by_turn) < 2:
         return ""
-    series = [
-        Line(
-            arm,
-            color_of(result, arm),
-            [_turn_point(group, arm) for group in result.by_turn if _has(group, arm)],
-        )
-        for arm in result.arms
-    ]
+    series = _series(result, result.by_turn, _turn_point)
     return (
         "<section><h2>Time to first token by turn</h2>"
-        + _legend((arm, color_of(result, arm), False) for arm in result.arms)
+        + _arms(result)
         + _both(
             lambda width: charts.lines(
                 series, width, 260, "TTFT by turn", "TTFT, ms", "turn of the conversation"
@@ -125,6 +111,25 @@ def _legend(entries: Iterable[tuple[str, int, bool]]) -> str:
         for name, color, hatched in entries
     )
     return f"<div class='legend'>{keys}</div>"
+
+
+def _arms(result: Result) -> str:
+    return _legend((arm, color_of(result, arm), False) for arm in result.arms)
+
+
+def _series(
+    result: Result, groups: Iterable[Group], point: Callable[[Group, str], Point]
+) -> list[Line]:
+    """A line of TTFT for every arm."""
+    known = list(groups)
+    return [
+        Line(
+            arm,
+            color_of(result, arm),
+            [point(group, arm) for group in known if _has(group, arm)],
+        )
+        for arm in result.arms
+    ]
 
 
 def _has(group: Group, arm: str) -> bool:

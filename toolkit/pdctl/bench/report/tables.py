@@ -6,7 +6,7 @@ from html import escape
 from pdctl.bench.report.article import MACHINES
 from pdctl.bench.report.data import versions
 from pdctl.bench.report.result import Result
-from pdctl.bench.report.text import ms, number, speed, times, whole
+from pdctl.bench.report.text import ms, number, reading, times, whole
 from pdctl.bench.stats import Summary
 
 
@@ -22,13 +22,7 @@ def lengths_section(result: Result) -> str:
             ms(cell.ttft),
             number(cell.ttft.mean if cell.ttft else None),
             number(cell.ttft.p90 if cell.ttft else None),
-            times(group.ttft_ratio.get(arm)),
-            ms(cell.prefill),
-            times(group.prefill_ratio.get(arm)),
-            ms(cell.read_ms),
-            speed(cell),
-            whole(cell.descriptors),
-            whole(cell.tokens_read),
+            *reading(group, arm),
             _outside(cell.outside_ms, cell.ttft),
         )
         for group in result.by_length

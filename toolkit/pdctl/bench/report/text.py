@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from pdctl.bench.report.result import Cell, Result
+from pdctl.bench.report.result import Cell, Group, Result
 from pdctl.bench.stats import Estimate, Summary
 
 
@@ -33,6 +33,20 @@ def times(estimate: Estimate | None) -> str:
 
 def speed(cell: Cell) -> str:
     return "-" if cell.read_gb_s is None else f"{cell.read_gb_s:.2f}"
+
+
+def reading(group: Group, arm: str) -> tuple[str, ...]:
+    """An arm's cells from the TTFT ratio to the tokens read."""
+    cell = group.cells[arm]
+    return (
+        times(group.ttft_ratio.get(arm)),
+        ms(cell.prefill),
+        times(group.prefill_ratio.get(arm)),
+        ms(cell.read_ms),
+        speed(cell),
+        whole(cell.descriptors),
+        whole(cell.tokens_read),
+    )
 
 
 def as_text(result: Result) -> str:
@@ -92,13 +106,7 @@ def _lengths(result: Result) -> Table:
                 arm,
                 ms(cell.ttft),
                 number(cell.ttft.p90 if cell.ttft else None),
-                times(group.ttft_ratio.get(arm)),
-                ms(cell.prefill),
-                times(group.prefill_ratio.get(arm)),
-                ms(cell.read_ms),
-                speed(cell),
-                whole(cell.descriptors),
-                whole(cell.tokens_read),
+                *reading(group, arm),
                 ms(cell.tpot),
             )
     return table
