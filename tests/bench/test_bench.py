@@ -132,6 +132,8 @@ def test_an_interrupted_run_says_so_and_can_be_resumed(served: Router, tmp_path:
         [program, "bench", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     until("the fifth turn", lambda: (out / "rows.jsonl").exists() and len(measured(out)) == 5)
+    # Else the resumed run would meet it.
+    until("the turn that hangs", lambda: not served.decode[0].faults)
     bench.send_signal(signal.SIGTERM)
     _, complaints = bench.communicate(timeout=60)
     assert bench.returncode == 130
