@@ -9,7 +9,7 @@ from .conftest import Deployment
 
 pytestmark = pytest.mark.e2e_bench
 
-LENGTHS = "1024,2048,3072"
+LENGTHS = "1024,2048,3072,4096"
 
 
 @pytest.fixture(scope="module")
