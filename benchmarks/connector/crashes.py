@@ -193,8 +193,7 @@ class Crashes:
         case, reads, _ = await self.start("kill -9 decode during a read")
         self.blow("decode-0", signal.SIGKILL)
         await asyncio.gather(*reads)
-        self.cases.append(case)
-        print(row(case), flush=True)
+        await self.end(case, self.engines.prefill)
 
         case = Case("kill -9 decode between turns", met=f"{len(later)} handles")
         await asyncio.gather(*(self.read(case, turn) for turn in later))
