@@ -58,6 +58,7 @@ def admin_routes(app: web.Application, key: "web.AppKey[Router]") -> None:
             {
                 "tasks": len(asyncio.all_tasks()),
                 "streams": len(open_pipes()),
+                "spliced": 0 if router.splices is None else router.splices.count,
                 "handles": sum(router.handles.held().values()),
             }
         )

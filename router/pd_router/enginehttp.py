@@ -43,6 +43,9 @@ class Connection(asyncio.Protocol):
         self._reusable = False
         self._heard = 0.0
         self._paused = False
+        self._chunked = self._in_chunk = False
+        self._last = b""
+        self._lent: Callable[[], float] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -106,6 +109,8 @@ class Connection(asyncio.Protocol):
             self._watch = self._loop.call_later(idle, self._look, idle)
 
     def _look(self, idle: float) -> None:
+        if self._lent is not None:
+            self._heard = self._loop.time() - self._lent()
         left = idle if self._paused else self._heard + idle - self._loop.time()
         if left > 0:
             self._watch = self._loop.call_later(left, self._look, idle)
@@ -122,6 +127,36 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and self._paused:
             self._paused = False
             self._heard = self._loop.time()
+            self._transport.resume_reading()
+
+    # The socket, lent to somebody who reads it without the event loop.
+
+    def boundary(self) -> int | None:
+        """The socket's number, if what comes next on it is the start of a chunk and it can be
+        lent: it is not encrypted."""
+        transport = self._transport
+        at_start = self._chunked and not self._in_chunk and self._last.endswith(b"\r\n")
+        if self._whole or self._paused or not at_start or transport is None:
+            return None
+        if transport.is_closing() or transport.get_extra_info("sslcontext") is not None:
+            return None
+        return int(transport.get_extra_info("socket").fileno())
+
+    def lend(self, silence: Callable[[], float]) -> None:
+        """Read nothing until :meth:`take_back`; ``silence`` tells for how many seconds the
+        engine has sent nothing."""
+        self._lent = silence
+        self._transport.pause_reading()
+
+    def take_back(self, rest: bytes) -> None:
+        """Go on from ``rest``, which was read and starts a chunk."""
+        self._lent = None
+        self._heard = self._loop.time()
+        if self._transport is None:
+            return
+        if rest:
+            self.data_received(rest)
+        if self._transport is not None and not self._paused:
             self._transport.resume_reading()
 
     def close(self) -> None:
@@ -169,6 +204,7 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         self._heard = self._loop.time()
+        self._last = data
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -190,7 +226,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self.status, self.headers, self._head_size = 0, {}, 0
-        self._until_close = True
+        self._until_close, self._chunked = True, False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_size += len(name) + len(value)
@@ -200,11 +236,18 @@ class Connection(asyncio.Protocol):
         self.headers[key] = value.decode("latin-1")
         if key in ("content-length", "transfer-encoding"):
             self._until_close = False
+            self._chunked = self.headers[key].lower() == "chunked"
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
         if self.status >= 200 and self._head is not None and not self._head.done():
             self._head.set_result(None)
+
+    def on_chunk_header(self) -> None:
+        self._in_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        self._in_chunk = False
 
     def on_body(self, body: bytes) -> None:
         if self._sink is not None:

@@ -23,6 +23,7 @@ from pd_router.renewals import Renewals
 from pd_router.routes import Chooser
 from pd_router.settings import Settings
 from pd_router.spans import Spans, otlp_export
+from pd_router.splicing import Splices, open_splices
 from pd_router.tokens import PromptIds
 
 log = logging.getLogger("pd_router")
@@ -46,6 +47,7 @@ class Router:
     prompt_ids: PromptIds
     metrics: Metrics
     spans: Spans | None
+    splices: Splices | None
     budget: RepeatBudget = field(default_factory=RepeatBudget)
     deadlines: Deadlines = field(default_factory=Deadlines)
     tasks: set["asyncio.Future[Any]"] = field(default_factory=set)
@@ -98,6 +100,7 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
         prompt_ids=PromptIds(engines),
         metrics=metrics,
         spans=_spans(settings, metrics),
+        splices=open_splices(settings.native),
     )
     _gauges(router)
     start_counting(router)
@@ -114,6 +117,8 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
             await asyncio.gather(*workers)
         if router.spans is not None:
             await asyncio.to_thread(router.spans.close)
+        if router.splices is not None:
+            router.splices.close()
         await handles.close()
         await engines.close()
 

@@ -202,6 +202,7 @@ class PassThrough:
                 relay,
                 stall_seconds=self._router.settings.client_stall_timeout,
                 on_first=_nothing,
+                splices=self._router.splices,
             )
             try:
                 await pipe.run()

@@ -1,19 +1,25 @@
 """From decode's socket to the client's, with no task between: one call for each read.
 
 A client that reads slowly stops the reading from decode, so that what waits here stays
-within the transports' buffers.
+within the transports' buffers. What is plain is passed on by :mod:`pd_router.splicing`, where
+there is that.
 """
 
 import asyncio
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from pd_router.engines import EngineAnswer, LegFailure, answer_failures
 from pd_router.relay import StreamRelay
+from pd_router.splicing import Splice, Splices
 from pd_router.sse import EventTooLarge
+
+if TYPE_CHECKING:
+    from pd_router._splice import Report
 
 HIGH_WATER = 64 << 10
 """Bytes waiting for a client above which decode is no longer read."""
@@ -47,6 +53,7 @@ class StreamPipe:
         chunked: bool,
         stall_seconds: float,
         on_first: Callable[[], None],
+        splices: Splices | None,
     ) -> None:
         """``writer`` has sent its headers; ``chunked`` says how its body is framed."""
         transport = writer.transport
@@ -62,6 +69,10 @@ class StreamPipe:
         self._on_first: Callable[[], None] | None = on_first
         self._draining: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
+        encrypted = transport.get_extra_info("sslcontext") is not None
+        self._splices = splices if chunked and not encrypted else None
+        self._splice: Splice | None = None
+        self._splice_asked = False
         self.task: asyncio.Task[object] | None = None
         """Who waits for it."""
 
@@ -84,6 +95,7 @@ class StreamPipe:
             _open.discard(self)
             if self._draining is not None:
                 self._draining.cancel()
+            self._stop_splice()
         if self._failure is not None:
             raise self._failure
 
@@ -123,11 +135,52 @@ class StreamPipe:
         if self._transport.get_write_buffer_size() > HIGH_WATER and self._draining is None:
             self._engine.pause()
             self._draining = asyncio.create_task(self._drain())
+        if events is piece and self._splices is not None and not self._splice_asked:
+            # What is written now reaches the socket before the loop's next round.
+            self._splice_asked = True
+            asyncio.get_running_loop().call_soon(self._begin_splice, self._splices)
+
+    def _begin_splice(self, splices: Splices) -> None:
+        self._splice_asked = False
+        marks, source = self._relay.marks, self._engine.boundary()
+        waits = self._draining is not None or self._transport.get_write_buffer_size()
+        gone = self.ended or self._transport.is_closing()
+        if waits or gone or marks is None or source is None:
+            return
+        target = self._transport.get_extra_info("socket").fileno()
+        try:
+            splice = splices.begin(source, target, marks, self._relay.notes, self._on_report)
+        except OSError:
+            return  # No more file descriptors: then it goes on in Python.
+        self._splice = splice
+        self._engine.lend(splice.silence)
+
+    def _on_report(self, report: "Report") -> None:
+        _, reason, unsent, rest, seen = report
+        self._relay.note_passed(seen)
+        if not reason:
+            return
+        self._splice = None
+        if unsent:
+            self._transport.write(unsent)
+        self._engine.take_back(rest)
+
+    def _stop_splice(self) -> None:
+        splice, self._splice = self._splice, None
+        report = None if splice is None else splice.stop()
+        if report is not None and report[2]:
+            # The rest of a chunk whose beginning the client has.
+            self._transport.write(report[2])
 
     def _give_up(self, failure: Exception) -> None:
         if self._failure is None:
             self._failure = failure
             asyncio.get_running_loop().call_soon(self._engine.fail, failure)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more of decode's answer is passed on."""
+        return self._failure is not None or self._engine.end.done()
 
     async def _drain(self) -> None:
         try:
@@ -150,6 +203,7 @@ async def open_pipe(
     *,
     stall_seconds: float,
     on_first: Callable[[], None],
+    splices: Splices | None,
 ) -> StreamPipe:
     """Send ``response``'s headers and make the pipe of its body.
 
@@ -166,6 +220,7 @@ async def open_pipe(
         chunked=response.headers.get("Transfer-Encoding") == "chunked",
         stall_seconds=stall_seconds,
         on_first=on_first,
+        splices=splices,
     )
 
 

@@ -80,6 +80,22 @@ class StreamRelay:
         self._note_pending()
         return b"".join(self._pass(event) for event in self._splitter.feed(chunk))
 
+    @property
+    def marks(self) -> tuple[bytes, ...] | None:
+        """Whole events without any of these need not be fed; None: all have to be, for now."""
+        plain = self._tap is None and self._splitter.empty and self.on_first is None
+        return self._special if plain else None
+
+    @property
+    def notes(self) -> bool:
+        """What is passed on unfed is to be told to :meth:`note_passed`."""
+        return self._on_complete is not None
+
+    def note_passed(self, events: bytes) -> None:
+        """Whole events that the client has got without being fed."""
+        if events and self._on_complete is not None:
+            self._note_later(events)
+
     def _pass(self, event: bytes) -> bytes:
         if self._tap is not None:
             event = self._tap.take(event)

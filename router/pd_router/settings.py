@@ -114,6 +114,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Handles of one conversation that are held at once."""
     max_body_bytes: Count = 64 << 20
 
+    native: bool = True
+    """Plain parts of streams are passed on by the native part, where it was built."""
+
     tls: Tls | None = None
     api_keys_file: str | None = None
     """One key a line; None: everybody may ask."""

@@ -360,6 +360,7 @@ class Turn(TurnState):
                 relay,
                 stall_seconds=self.settings.client_stall_timeout,
                 on_first=self._first_event,
+                splices=self.router.splices,
             )
             try:
                 await pipe.run()

@@ -1,0 +1,97 @@
+"""The plain middle of streams, passed on by a thread of its own outside the interpreter.
+
+A stream's first and last events, whatever holds a handle, an error or counts, and clients that
+read slowly are for :mod:`pd_router.pipe`; between those nothing needs Python, and with this
+nothing waits for it. Needs the native part (``_splice.c``), which an installation without a
+compiler lacks.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+try:
+    from pd_router import _splice
+except ImportError:
+    _splice = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from pd_router._splice import Report
+
+log = logging.getLogger("pd_router")
+
+REPORT_BYTES = 16 << 10
+"""Events that have been passed on are told of this many bytes at a time, for the history guard."""
+
+OnReport = Callable[["Report"], None]
+
+
+class Splice:
+    """One stream that is being passed on."""
+
+    def __init__(self, splices: "Splices", id: int) -> None:
+        self._splices = splices
+        self._id = id
+
+    def stop(self) -> "Report | None":
+        """Pass on nothing more. What was left to be told; None if all has been."""
+        return self._splices.stop(self._id)
+
+    def silence(self) -> float:
+        """Seconds since the engine sent anything."""
+        return self._splices.silence(self._id)
+
+
+class Splices:
+    """All of one event loop, and their thread."""
+
+    def __init__(self) -> None:
+        """Raises :class:`OSError` when there can be no thread."""
+        self._splicer = _splice.Splicer(REPORT_BYTES)
+        self._on_report: dict[int, OnReport] = {}
+        asyncio.get_running_loop().add_reader(self._splicer.fileno(), self._take)
+
+    @property
+    def count(self) -> int:
+        return len(self._on_report)
+
+    def begin(
+        self, source: int, target: int, marks: tuple[bytes, ...], keep: bool, on_report: OnReport
+    ) -> Splice:
+        """Pass on from a socket that is at the start of a chunk to another, neither encrypted.
+
+        ``on_report`` is called with what ``keep`` asks for and, once, when a chunk with one of
+        ``marks`` or anything else out of the ordinary has ended it. Raises :class:`OSError`.
+        """
+        id = self._splicer.add(source, target, marks, keep)
+        self._on_report[id] = on_report
+        return Splice(self, id)
+
+    def stop(self, id: int) -> "Report | None":
+        self._on_report.pop(id, None)
+        return self._splicer.stop(id)
+
+    def silence(self, id: int) -> float:
+        return self._splicer.silence(id)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._splicer.fileno())
+        self._splicer.close()
+
+    def _take(self) -> None:
+        for report in self._splicer.take():
+            id, reason = report[:2]
+            on_report = self._on_report.get(id) if not reason else self._on_report.pop(id, None)
+            if on_report is not None:
+                on_report(report)
+
+
+def open_splices(wanted: bool) -> Splices | None:
+    """None where streams are passed on in Python."""
+    if not wanted:
+        return None
+    if _splice is None:
+        log.info("without its native part (no compiler at installation): streams cost more")
+        return None
+    return Splices()
