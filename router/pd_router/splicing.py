@@ -7,7 +7,9 @@ compiler lacks.
 """
 
 import asyncio
+import errno
 import logging
+import resource
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,10 @@ log = logging.getLogger("pd_router")
 
 REPORT_BYTES = 16 << 10
 """Events that have been passed on are told of this many bytes at a time, for the history guard."""
+
+_SHARE = 4
+"""Every how many-th file descriptor may be for splices, which need two more a stream: what
+needs none of them must not be refused for their sake."""
 
 OnReport = Callable[["Report"], None]
 
@@ -64,6 +70,9 @@ class Splices:
         ``on_report`` is called with what ``keep`` asks for and, once, when a chunk with one of
         ``marks`` or anything else out of the ordinary has ended it. Raises :class:`OSError`.
         """
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 2 * (self.count + 1) * _SHARE > most:
+            raise OSError(errno.EMFILE, "too few file descriptors")
         id = self._splicer.add(source, target, marks, keep)
         self._on_report[id] = on_report
         return Splice(self, id)
@@ -83,8 +92,18 @@ class Splices:
         for report in self._splicer.take():
             id, reason = report[:2]
             on_report = self._on_report.get(id) if not reason else self._on_report.pop(id, None)
-            if on_report is not None:
+            if on_report is None:
+                continue
+            try:
                 on_report(report)
+            except Exception:
+                # The reports of the others are there only once.
+                log.exception("unexpected error in a stream's report")
+
+
+def client_has_gone(report: "Report") -> bool:
+    """The splice is over because nothing more can be sent."""
+    return report[1] == _splice.CLIENT_GONE
 
 
 def open_splices(wanted: bool) -> Splices | None:
@@ -94,4 +113,8 @@ def open_splices(wanted: bool) -> Splices | None:
     if _splice is None:
         log.info("without its native part (no compiler at installation): streams cost more")
         return None
-    return Splices()
+    try:
+        return Splices()
+    except OSError as error:
+        log.warning("without its native part (%s): streams cost more", error)
+        return None

@@ -130,6 +130,11 @@ class Router:
         )
         return sum(float(value) for text, value in lines if wanted <= set(text.split(",")))
 
+    def peak_memory(self) -> int:
+        """The most bytes that the process has had in memory."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
     @property
     def log(self) -> str:
         return self.log_path.read_text()
