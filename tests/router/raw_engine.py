@@ -33,7 +33,7 @@ class RawStream:
     def send(self, data: bytes) -> None:
         """Returns when the router has read it."""
         self._connection.sendall(data)
-        wait_for(self._taken, "the router reads what the engine sends")
+        wait_for(self._taken, "the router reads what the engine sends", pause=0)
 
     def send_all(self, data: bytes) -> None:
         """Returns when it is on its way."""
@@ -57,9 +57,7 @@ class RawStream:
         self._over.set()
 
     def reset(self) -> None:
-        self._connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-        )
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._connection.close()
         self._over.set()
 
@@ -215,9 +213,7 @@ class RawClient:
 
     def leave(self, *, reset: bool = False) -> None:
         if reset:
-            self._socket.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD if reset else socket.SHUT_RDWR)
         self._socket.close()

@@ -12,14 +12,13 @@ import select
 import socket
 import termios
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from router_rig import DEADLINE
+from router_rig import wait_for
 
 from pd_router.splicing import Splices
 
@@ -48,14 +47,6 @@ def plain_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
             return
         yield data[at:end], payload
         at = end
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    """As router_rig's, for what takes microseconds."""
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"never came about: {what}"
-        os.sched_yield()
 
 
 def unread(connection: socket.socket) -> int:
@@ -90,7 +81,7 @@ class Stream:
             self.sent, data = self.sent + data[:count], data[count:]
             take(self.splicer, streams)
             self.receive()
-        wait_for(lambda: self.over(streams) or not unread(self.source), "it was read")
+        wait_for(lambda: self.over(streams) or not unread(self.source), "it was read", pause=0)
 
     def over(self, streams: dict[int, "Stream"]) -> bool:
         take(self.splicer, streams)
@@ -122,7 +113,7 @@ class Stream:
 
     def finish(self, streams: dict[int, "Stream"]) -> None:
         self.engine.shutdown(socket.SHUT_WR)
-        wait_for(lambda: self.over(streams), "it is over")
+        wait_for(lambda: self.over(streams), "it is over", pause=0)
 
     def check(self) -> None:
         """No byte is lost, comes twice or in another order, and what was told is true."""
@@ -256,7 +247,7 @@ def test_what_nobody_asks_for_is_bounded() -> None:
         assert len(stream.got) < len(report) * 2_000
         return len(os.listdir("/proc/self/fd")) < files
 
-    wait_for(given_back, "the stream is given back")
+    wait_for(given_back, "the stream is given back", pause=0)
     (told,) = made.take()
     assert told[1] == _splice.UNHEARD
     assert 16_000 <= len(told[4]) < 16_000 + 65_536
@@ -295,12 +286,16 @@ async def test_an_error_in_one_report_loses_no_other(caplog: pytest.LogCaptureFi
     others = [*socket.socketpair(), *socket.socketpair()]
     splices.begin(ends[1].fileno(), ends[2].fileno(), MARKS, True, lambda report: 1 / 0)  # type: ignore[arg-type, return-value]
     splices.begin(
-        others[1].fileno(), others[2].fileno(), MARKS, True, lambda report: told.set_result(report[3])
+        others[1].fileno(),
+        others[2].fileno(),
+        MARKS,
+        True,
+        lambda report: told.set_result(report[3]),
     )
     # Neither is asked for before both are there.
     for engine in (ends[0], others[0]):
         engine.sendall(b"0\r\n\r\n")
-    wait_for(lambda: not unread(ends[1]) and not unread(others[1]), "both were read")
+    wait_for(lambda: not unread(ends[1]) and not unread(others[1]), "both were read", pause=0)
     assert await asyncio.wait_for(told, 60) == b"0\r\n\r\n"
     assert "ZeroDivisionError" in caplog.text
     assert splices.count == 0
