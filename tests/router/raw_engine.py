@@ -6,6 +6,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,14 @@ class RawStream:
         """Returns when it is on its way."""
         self._connection.sendall(data)
 
-    def flood(self, data: bytes, times: int) -> int:
-        """Send until the router ends the connection; how many bytes it took."""
+    def flood(self, data: bytes, times: int, pause: float = 0) -> int:
+        """Send ``times`` or until the router ends the connection; how many bytes it took."""
         sent = 0
         with contextlib.suppress(OSError):
             for _ in range(times):
                 self._connection.sendall(data)
                 sent += len(data)
+                time.sleep(pause)
         return sent
 
     def finish(self) -> None:
