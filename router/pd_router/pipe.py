@@ -67,6 +67,8 @@ class StreamPipe:
         self._chunked = chunked
         self._stall_seconds = stall_seconds
         self._on_first: Callable[[], None] | None = on_first
+        self._tail = b""
+        """The last events: they go with the end of the body, in one write."""
         self._draining: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         encrypted = transport.get_extra_info("sslcontext") is not None
@@ -105,14 +107,20 @@ class StreamPipe:
 
     async def finish(self, response: web.StreamResponse) -> None:
         """End the client's body, once it has taken what waits for it."""
+        end = response.write_eof(self._tail)
+        self._tail = b""
+        if not self._transport.get_write_buffer_size():
+            await end  # Nothing to wait for.
+            return
         try:
-            await asyncio.wait_for(response.write_eof(), self._stall_seconds)
+            await asyncio.wait_for(end, self._stall_seconds)
         except asyncio.TimeoutError:
             self._transport.abort()
             raise ClientStalled("the client reads nothing") from None
 
     def write(self, data: bytes) -> None:
         """Send bytes of the body to the client."""
+        data, self._tail = self._tail + data, b""
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self._transport.write(data)
@@ -128,7 +136,10 @@ class StreamPipe:
         if self._transport.is_closing():
             self._give_up(ConnectionResetError("the client has gone"))
             return
-        self.write(events)
+        if self._relay.done:
+            self._tail += events
+        else:
+            self.write(events)
         if self._on_first is not None:
             self._on_first()
             self._on_first = None
