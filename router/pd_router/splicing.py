@@ -8,6 +8,7 @@ compiler lacks.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,9 @@ class Splices:
         """Raises :class:`OSError` when there can be no thread."""
         self._splicer = _splice.Splicer(REPORT_BYTES)
         self._on_report: dict[int, OnReport] = {}
-        asyncio.get_running_loop().add_reader(self._splicer.fileno(), self._take)
+        self._due: deque[Report] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._splicer.fileno(), self._take)
 
     @property
     def count(self) -> int:
@@ -70,21 +73,36 @@ class Splices:
 
     def stop(self, id: int) -> "Report | None":
         self._on_report.pop(id, None)
-        return self._splicer.stop(id)
+        due = [report for report in self._due if report[0] == id]
+        for report in due:
+            self._due.remove(report)
+        return self._splicer.stop(id) or (due[-1] if due else None)
 
     def silence(self, id: int) -> float:
         return self._splicer.silence(id)
 
     def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._splicer.fileno())
+        self._loop.remove_reader(self._splicer.fileno())
         self._splicer.close()
 
     def _take(self) -> None:
-        for report in self._splicer.take():
-            id, reason = report[:2]
-            on_report = self._on_report.get(id) if not reason else self._on_report.pop(id, None)
-            if on_report is not None:
-                on_report(report)
+        quiet = not self._due
+        self._due += self._splicer.take()
+        if quiet and self._due:
+            self._tell_one()
+
+    def _tell_one(self) -> None:
+        """One at a time: many streams end in the same moment, and what comes in meanwhile, first
+        requests among it, shall not wait for all of them."""
+        if not self._due:
+            return
+        report = self._due.popleft()
+        if self._due:
+            self._loop.call_soon(self._tell_one)
+        id, reason = report[:2]
+        on_report = self._on_report.get(id) if not reason else self._on_report.pop(id, None)
+        if on_report is not None:
+            on_report(report)
 
 
 def open_splices(wanted: bool) -> Splices | None:
