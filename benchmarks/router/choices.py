@@ -1,5 +1,5 @@
-"""What each part of the router's fast path is worth: the router as it is, and with one part
-exchanged for the usual one, under the same load in one run.
+"""What each part of the router's fast path is worth: the router as it is, without its native
+part, and then with one more part exchanged for the usual one, under the same load in one run.
 
 usage: python benchmarks/router/choices.py [--streams 64] [--seconds 8] [--rounds 2]
 """
@@ -22,6 +22,7 @@ from ports import free_ports  # noqa: E402
 
 VARIANTS = {
     "as it is": "",
+    "without its native part": "python",
     "asyncio's loop, not uvloop": "loop",
     "json, not msgspec": "json",
     "every chunk parsed on its own": "parse",
@@ -72,13 +73,22 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, list[dict[str,
 
 
 def serve(variant: str, config: str) -> int:
-    """The router with one part exchanged."""
+    """The router with parts exchanged."""
     from pd_router.__main__ import main as router  # noqa: PLC0415
 
     exchange = {"loop": use_asyncio, "json": use_json, "parse": parse_each, "queue": use_queue}
     if variant:
+        # The others are parts of what there is without it.
+        use_no_native_part()
+    if variant in exchange:
         exchange[variant]()
     return router(["--config", config])
+
+
+def use_no_native_part() -> None:
+    from pd_router import splicing  # noqa: PLC0415
+
+    splicing._splice = None  # type: ignore[assignment]
 
 
 def use_asyncio() -> None:

@@ -3,13 +3,16 @@
 Everything runs here on loopback, each in its own process. Before the measured seconds come
 warm-up seconds; CPU is the router's own, from /proc.
 
-usage: python benchmarks/router/compare.py [--streams 1 64 256] [--seconds 8]
+With several rounds the medians are told, and the least and most that was added to p99.
+
+usage: python benchmarks/router/compare.py [--streams 1 64 256] [--seconds 8] [--rounds 1]
            [--rust FOLDER] [--prefill-ms 5] [--chunks 100] [--chunk-ms 10] [-o json]
 FOLDER is what ``pip install --target FOLDER vllm-router`` made.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,6 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--seconds", type=float, default=8)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rust", metavar="FOLDER", help="where vllm-router is installed")
     parser.add_argument("--only", nargs="+", default=["direct", "pd-router", "vllm-router"])
     parser.add_argument("--prefill-ms", type=float, default=5)
@@ -67,22 +71,48 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     pace = ["--prefill-ms", str(given.prefill_ms), "--chunks", str(given.chunks)]
     pace += ["--chunk-ms", str(given.chunk_ms)]
     legs = [("prefill", urls[0]), ("decode", urls[1])]
-    rows: list[dict[str, Any]] = []
+    rounds: list[list[dict[str, Any]]] = []
     with process(engine(ports[0], *pace)), process(engine(ports[1], *pace)):
         for url in urls[:2]:
             wait_for(url + "/health")
         for streams in given.streams:
-            for name in given.only:
-                if name == "vllm-router" and not given.rust:
-                    continue
-                rows.append({"target": name, **_one(name, given, streams, ports, urls, legs)})
-                print(json.dumps(rows[-1]), file=sys.stderr)
+            for _ in range(given.rounds):
+                rounds.append([])
+                for name in given.only:
+                    if name == "vllm-router" and not given.rust:
+                        continue
+                    one = _one(name, given, streams, ports, urls, legs)
+                    rounds[-1].append({"target": name, **one})
+                    print(json.dumps(rounds[-1][-1]), file=sys.stderr)
+    for rows in rounds:
+        _added(rows)
+    return [
+        _median([rows[number] for rows in rounds if rows[0]["streams"] == streams])
+        for streams in given.streams
+        for number in range(len(rounds[0]))
+    ]
+
+
+def _added(rows: list[dict[str, Any]]) -> None:
+    """What each target adds to the direct way's times of the same round."""
+    direct = [row for row in rows if row["target"] == "direct"]
     for row in rows:
-        direct = [r for r in rows if r["target"] == "direct" and r["streams"] == row["streams"]]
         if direct and row["target"] != "direct":
             for part in ("p50", "p99"):
                 row[f"added_{part}"] = row[f"ttfb_{part}"] - direct[0][f"ttfb_{part}"]
-    return rows
+
+
+def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    middle = {
+        name: statistics.median(row[name] for row in rows)
+        for name, value in rows[0].items()
+        if isinstance(value, int | float)
+    }
+    errors = {"errors": sum(sum(row["errors"].values()) for row in rows)}
+    if "added_p99" in middle:
+        added = [row["added_p99"] for row in rows]
+        middle |= {"least_added_p99": min(added), "most_added_p99": max(added)}
+    return {"target": rows[0]["target"], **middle, **errors}
 
 
 def _one(
@@ -109,14 +139,15 @@ def _one(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ("target", "streams", "first event p50 / p99 ms", "added p50 / p99 ms")
+    head = ("target", "streams", "first event p50 / p99 ms", "added p50 / p99 (least, most) ms")
     head += ("answers/s", "events/s", "events/CPU-s", "CPU ms/answer", "cores", "errors")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in sorted(rows, key=lambda row: (row["streams"], row["target"])):
         added = "-"
         if "added_p50" in row:
             added = f"{row['added_p50']:.2f} / {row['added_p99']:.2f}"
-        cells = [row["target"], row["streams"]]
+            added += f" ({row['least_added_p99']:.2f}, {row['most_added_p99']:.2f})"
+        cells = [row["target"], int(row["streams"])]
         cells += [f"{row['ttfb_p50']:.2f} / {row['ttfb_p99']:.2f}", added]
         cells += [f"{row['requests_per_s']:.1f}", f"{row['events_per_s']:.0f}"]
         if "cpu_s" in row:
@@ -125,7 +156,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells += [f"{row['cores']:.2f}"]
         else:
             cells += ["-", "-", "-"]
-        cells.append(sum(row["errors"].values()))
+        cells.append(row["errors"])
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 

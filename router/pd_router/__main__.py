@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if given.check:
         return _check(settings)
+    # A turn's line needs none of these.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(
         level=settings.log_level.upper(),
         format="%(asctime)s %(levelname)s %(message)s",

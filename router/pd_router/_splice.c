@@ -467,7 +467,7 @@ static PyObject *splicer_silence(Splicer *self, PyObject *argument)
         return NULL;
     Stream *stream = find(self, id);
     if (stream == NULL)
-        return PyFloat_FromDouble(Py_HUGE_VAL);
+        return PyFloat_FromDouble(0);
     struct timespec heard = stream->heard, now;
     pthread_mutex_unlock(&stream->lock);
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -584,8 +584,7 @@ static PyMethodDef splicer_methods[] = {
      "(id, reason, unsent, rest, seen) of the streams that are over (reason is not 0) or have\n"
      "passed on much. unsent: bytes for the client; rest: bytes of the engine that come after."},
     {"silence", (PyCFunction)splicer_silence, METH_O,
-     "silence(id, /) -> float\n\n"
-     "Seconds since the engine sent anything; infinite if the stream is over."},
+     "silence(id, /) -> float\n\nSeconds since the engine sent anything; 0 if all has been told."},
     {"fileno", (PyCFunction)splicer_fileno, METH_NOARGS,
      "fileno() -> int\n\nReadable when take() has something to tell."},
     {"close", (PyCFunction)splicer_close, METH_NOARGS, "close()\n\nEnd the thread."},

@@ -264,6 +264,8 @@ async def read_body(request: web.Request, settings: Settings) -> bytes:
     most = settings.max_body_bytes
     if request.content_length is not None and request.content_length > most:
         raise TurnError(413, "The request body is too large.", "invalid_request_error")
+    if request.content.is_eof():
+        return await request.read()  # All there already, as usual: nothing to wait for.
     try:
         return await asyncio.wait_for(request.read(), settings.body_timeout)
     except asyncio.TimeoutError:

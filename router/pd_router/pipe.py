@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 HIGH_WATER = 64 << 10
 """Bytes waiting for a client above which decode is no longer read."""
 
+_TAIL_SECONDS = 0.01
+"""How long the last events wait for the end of the body; it nearly always comes at once."""
+
 
 class ClientStalled(ConnectionResetError):
     """The client took nothing for too long, and its connection was dropped."""
@@ -67,6 +70,8 @@ class StreamPipe:
         self._chunked = chunked
         self._stall_seconds = stall_seconds
         self._on_first: Callable[[], None] | None = on_first
+        self._tail = b""
+        """The last events: they go with the end of the body, in one write, if it comes soon."""
         self._draining: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         encrypted = transport.get_extra_info("sslcontext") is not None
@@ -105,17 +110,27 @@ class StreamPipe:
 
     async def finish(self, response: web.StreamResponse) -> None:
         """End the client's body, once it has taken what waits for it."""
+        end = response.write_eof(self._tail)
+        self._tail = b""
+        if not self._transport.get_write_buffer_size():
+            await end  # Nothing to wait for.
+            return
         try:
-            await asyncio.wait_for(response.write_eof(), self._stall_seconds)
+            await asyncio.wait_for(end, self._stall_seconds)
         except asyncio.TimeoutError:
             self._transport.abort()
             raise ClientStalled("the client reads nothing") from None
 
     def write(self, data: bytes) -> None:
         """Send bytes of the body to the client."""
+        data, self._tail = self._tail + data, b""
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._tail and not self._transport.is_closing():
+            self.write(b"")
 
     def _take(self, piece: bytes) -> None:
         try:
@@ -128,7 +143,12 @@ class StreamPipe:
         if self._transport.is_closing():
             self._give_up(ConnectionResetError("the client has gone"))
             return
-        self.write(events)
+        if self._relay.done:
+            if not self._tail:
+                asyncio.get_running_loop().call_later(_TAIL_SECONDS, self._flush)
+            self._tail += events
+        else:
+            self.write(events)
         if self._on_first is not None:
             self._on_first()
             self._on_first = None
@@ -143,10 +163,10 @@ class StreamPipe:
     def _begin_splice(self, splices: Splices) -> None:
         self._splice_asked = False
         marks, source = self._relay.marks, self._engine.boundary()
-        waits = self._draining is not None or self._transport.get_write_buffer_size()
+        written = not (self._tail or self._transport.get_write_buffer_size())
         # Once it is over its connection may have begun with another answer.
         gone = self not in _open or self.ended or self._transport.is_closing()
-        if waits or gone or marks is None or source is None:
+        if not written or self._draining or gone or marks is None or source is None:
             return
         target = self._transport.get_extra_info("socket").fileno()
         try:

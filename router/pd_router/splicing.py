@@ -9,7 +9,9 @@ compiler lacks.
 import asyncio
 import errno
 import logging
+import math
 import resource
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -56,7 +58,9 @@ class Splices:
         """Raises :class:`OSError` when there can be no thread."""
         self._splicer = _splice.Splicer(REPORT_BYTES)
         self._on_report: dict[int, OnReport] = {}
-        asyncio.get_running_loop().add_reader(self._splicer.fileno(), self._take)
+        self._due: deque[Report] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._splicer.fileno(), self._take)
 
     @property
     def count(self) -> int:
@@ -79,26 +83,37 @@ class Splices:
 
     def stop(self, id: int) -> "Report | None":
         self._on_report.pop(id, None)
-        return self._splicer.stop(id)
+        due = [report for report in self._due if report[0] == id]
+        for report in due:
+            self._due.remove(report)
+        return self._splicer.stop(id) or (due[-1] if due else None)
 
     def silence(self, id: int) -> float:
-        return self._splicer.silence(id)
+        # What has been told and not been taken back is heard of no more.
+        return self._splicer.silence(id) if id in self._on_report else math.inf
 
     def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._splicer.fileno())
+        self._loop.remove_reader(self._splicer.fileno())
         self._splicer.close()
 
     def _take(self) -> None:
-        for report in self._splicer.take():
-            id, reason = report[:2]
-            on_report = self._on_report.get(id) if not reason else self._on_report.pop(id, None)
-            if on_report is None:
-                continue
-            try:
-                on_report(report)
-            except Exception:
-                # The reports of the others are there only once.
-                log.exception("unexpected error in a stream's report")
+        # What is not taken yet is bounded, each stream's by itself; what is due is not.
+        if not self._due:
+            self._due += self._splicer.take()
+            self._tell_one()
+
+    def _tell_one(self) -> None:
+        """One at a time: many streams end in the same moment, and what comes in meanwhile, first
+        requests among it, shall not wait for all of them."""
+        if not self._due:
+            return
+        report = self._due.popleft()
+        if self._due:
+            self._loop.call_soon(self._tell_one)
+        id, reason = report[:2]
+        on_report = self._on_report.get(id) if not reason else self._on_report.pop(id, None)
+        if on_report is not None:
+            on_report(report)
 
 
 def client_has_gone(report: "Report") -> bool:

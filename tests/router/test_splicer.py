@@ -1,11 +1,15 @@
-"""The native part by itself: random streams through it, against a model of it."""
+"""The native part by itself: random streams through it, against a model of it.
+
+With sanitizers: build ``_splice.c`` with ``-fsanitize=address,undefined`` (or ``thread``) into a
+copy of pd_router that comes first on PYTHONPATH, and run with LD_PRELOAD of libasan and libubsan
+(libtsan), PYTHONMALLOC=malloc, ASAN_OPTIONS=detect_leaks=0 and UBSAN_OPTIONS=halt_on_error=1.
+"""
 
 import array
 import asyncio
 import contextlib
 import fcntl
 import itertools
-import math
 import os
 import re
 import select
@@ -127,7 +131,7 @@ class Stream:
         if self.reason in ENDED:
             assert passed == b"".join(raw for raw, _ in plain_chunks(self.sent))
         assert not self.unsent or self.reason == _splice.BLOCKED
-        assert self.splicer.silence(self.id) == math.inf
+        assert self.splicer.silence(self.id) == 0
         for end in (self.engine, self.source, self.target, self.client):
             end.close()
 
@@ -181,7 +185,7 @@ def cut(data: bytes, lengths: list[int]) -> Iterator[bytes]:
         place += length
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=120, deadline=None, suppress_health_check=CHECKS)
 @given(streams_of_bytes, cuts, st.booleans(), st.booleans())
 def test_any_stream_in_any_pieces(
     splicer: Any, data: bytes, lengths: list[int], keep: bool, reads: bool
@@ -197,7 +201,7 @@ def test_any_stream_in_any_pieces(
     stream.check()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=60, deadline=None, suppress_health_check=CHECKS)
 @given(
     st.lists(streams_of_bytes, min_size=1, max_size=4),
     cuts,

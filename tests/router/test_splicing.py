@@ -213,6 +213,21 @@ def error_of(answer: bytes) -> str:
     return str(error["error"]["message"] if isinstance(error.get("error"), dict) else error)
 
 
+def test_the_last_event_waits_for_nothing(side: Side) -> None:
+    client, stream = side.begin()
+    stream.send(chunk(DONE))
+    wait_for(lambda: client.got.endswith(DONE + b"\r\n"), "the client has the last event")
+    stream.send(END)
+    stream.finish()
+    assert client.answer() == PLAIN + DONE
+
+
+def test_what_comes_after_the_last_event_comes_after_it(side: Side) -> None:
+    pieces = [chunk(DONE), *(chunk(event(f"late {number}")) for number in range(20)), END]
+    late = b"".join(event(f"late {number}") for number in range(20))
+    assert side.through(pieces) == DONE + late
+
+
 @needs_native
 def test_a_stream_is_native_again_after_a_mark(sides: list[Side]) -> None:
     side = sides[0]
@@ -273,7 +288,6 @@ def test_an_engine_that_dies_is_an_error_event(
     side.wait_spliced(0)
 
 
-@both
 def test_an_engine_that_falls_silent_is_an_error_event(start_side: StartSide) -> None:
     side = start_side(stream_idle_timeout=0.5)
     client, stream = side.begin()
@@ -294,7 +308,6 @@ def test_what_goes_on_in_the_native_part_is_no_silence(start_side: StartSide) ->
     assert client.answer().endswith(DONE)
 
 
-@both
 def test_a_client_that_reads_nothing_bounds_what_is_read(start_side: StartSide) -> None:
     side = start_side(client_stall_timeout=0.3)
     client, stream = side.begin(reads=False)
@@ -355,12 +368,21 @@ def test_clients_that_leave_break_nothing_else(side: Side, pause: float) -> None
 
 def test_a_flood_does_not_pile_up(side: Side) -> None:
     """The native part is faster than what takes note of what it has passed on."""
-    client, stream = side.begin()
+    clients = [RawClient(side.router, BODY) for _ in range(8)]
+    streams = [side.engine.next() for _ in clients]
+    for stream in streams:
+        stream.send(HEAD + chunk(PLAIN))
+    side.wait_spliced(len(streams))
     before = side.router.peak_memory()
-    stream.flood(LARGE, 2_000)
-    stream.send(chunk(DONE) + END)
-    stream.finish()
-    assert client.answer().endswith(DONE)
+    threads = [threading.Thread(target=stream.flood, args=(LARGE, 200)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for stream in streams:
+        stream.send(chunk(DONE) + END)
+        stream.finish()
+    assert all(client.answer().endswith(DONE) for client in clients)
     assert side.router.peak_memory() - before < 20_000_000
 
 
@@ -373,7 +395,6 @@ def test_what_is_not_understood_costs_the_handle_alone(side: Side) -> None:
         assert side.through([*pieces, chunk(DONE) + END]) == expected + DONE
 
 
-@both
 def test_file_descriptors_are_left_for_streams(start_side: StartSide) -> None:
     side = start_side()
     open_now = len(list(Path(f"/proc/{side.router.process.pid}/fd").iterdir()))
@@ -393,7 +414,7 @@ def test_file_descriptors_are_left_for_streams(start_side: StartSide) -> None:
 
 
 @both
-@pytest.mark.parametrize("size", [500, 20_000, 120_000])
+@pytest.mark.parametrize("size", [20_000, 120_000])
 def test_the_next_turn_finds_the_history(
     start_router: StartRouter, native: bool, size: int
 ) -> None:
@@ -414,20 +435,6 @@ def test_the_next_turn_finds_the_history(
     assert (again.outcome, again.tokens_read > size) == ("hit", True)
 
 
-@both
-def test_sigterm_lets_a_stream_end(start_side: StartSide) -> None:
-    side = start_side()
-    client, stream = side.begin()
-    side.router.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: "draining" in side.router.log, "the drain begins")
-    stream.send(chunk(PLAIN) + chunk(DONE) + END)
-    stream.finish()
-    assert client.answer() == PLAIN * 2 + DONE
-    assert side.router.process.wait(30) == 0
-    assert "cut off" not in side.router.log
-
-
-@both
 def test_a_drain_that_is_over_is_an_error_event(start_side: StartSide) -> None:
     side = start_side(drain_timeout=0.3)
     client, stream = side.begin()
@@ -440,7 +447,6 @@ def test_a_drain_that_is_over_is_an_error_event(start_side: StartSide) -> None:
     assert side.router.process.wait(30) == 0
 
 
-@both
 def test_a_stream_outlives_the_fencing_of_its_leg(start_side: StartSide) -> None:
     side = start_side()
     client, stream = side.begin()
