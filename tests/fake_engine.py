@@ -126,6 +126,8 @@ class FakeEngine:
         self.scripts: deque[Script] = deque()
         self.write_size = 0
         self.hold_after: int | None = None
+        self.trickle = False
+        """Until ``released`` a stream's events come one by one and slowly."""
         self.released = threading.Event()
         self.violations: list[str] = []
         self.requests: list[dict[str, Any]] = []
@@ -465,6 +467,8 @@ class FakeEngine:
             if number == self.hold_after:
                 while not self.released.is_set():  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
+            if self.trickle and not self.released.is_set():
+                await asyncio.sleep(0.02)
             if fault == "die" and number == 2:
                 assert request.transport is not None
                 request.transport.abort()

@@ -421,7 +421,7 @@ def test_the_next_turn_finds_the_history(
     router = start_router()
     text = "".join(map(str, range(size)))[:size]
     router.decode[0].scripts.append(Script(content=text, piece=50))
-    router.decode[0].hold_after = 5
+    router.decode[0].trickle = True
     chat, answers = Chat(router, "c"), []
     thread = threading.Thread(target=lambda: answers.append(chat.say("Hello")))
     thread.start()
