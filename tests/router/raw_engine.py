@@ -218,6 +218,8 @@ class RawClient:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD if reset else socket.SHUT_RDWR)
+        if self._thread.ident is not None:
+            self._thread.join(DEADLINE)
         self._socket.close()
 
 
