@@ -29,9 +29,17 @@
 #define MOST_STREAMS (1 << 16)
 #define MOST_MARKS 16
 #define BATCH 256
+#define MOST_REPORTS 16 /* Reports' worth of events that may wait for Python to ask. */
 #define CLOSING UINT64_MAX
 
-enum reason { RUNNING = 0, MARKED = 1, BLOCKED = 2, CLIENT_GONE = 3, ENGINE_ENDED = 4 };
+enum reason {
+    RUNNING = 0,
+    MARKED = 1,
+    BLOCKED = 2,
+    CLIENT_GONE = 3,
+    ENGINE_ENDED = 4,
+    UNHEARD = 5,
+};
 
 typedef struct {
     unsigned char *data;
@@ -71,6 +79,8 @@ typedef struct {
 
 static bool append(Bytes *to, const void *data, size_t size)
 {
+    if (size == 0) /* Then there need be no memory to copy from or to. */
+        return true;
     if (to->size + size > to->room) {
         size_t room = to->room ? to->room * 2 : 4096;
         while (room < to->size + size)
@@ -246,6 +256,8 @@ static void pass(Splicer *self, Stream *stream, uint64_t id)
                 && append(&stream->unsent, input + sent, passed - sent);
     if (!kept) /* Without memory no byte may be missed: the client sees a broken stream. */
         reason = CLIENT_GONE;
+    if (reason == RUNNING && stream->seen.size / MOST_REPORTS >= self->report_bytes)
+        reason = UNHEARD; /* Else a fast engine would fill the memory. */
     if (reason != RUNNING)
         give_back(self, stream, id, reason);
     else if (stream->seen.size >= self->report_bytes && stream->seen.size > noted)
@@ -329,6 +341,10 @@ static bool copy_marks(Stream *stream, PyObject *marks)
         Py_ssize_t size;
         if (PyBytes_AsStringAndSize(PyTuple_GET_ITEM(marks, i), &data, &size) < 0)
             return false;
+        if (size == 0) {
+            PyErr_SetString(PyExc_ValueError, "an empty mark");
+            return false;
+        }
         if (!append(&stream->marks[i], data, size)) {
             PyErr_NoMemory();
             return false;
@@ -451,7 +467,7 @@ static PyObject *splicer_silence(Splicer *self, PyObject *argument)
         return NULL;
     Stream *stream = find(self, id);
     if (stream == NULL)
-        return PyFloat_FromDouble(0);
+        return PyFloat_FromDouble(Py_HUGE_VAL);
     struct timespec heard = stream->heard, now;
     pthread_mutex_unlock(&stream->lock);
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -472,7 +488,9 @@ static void end_thread(Splicer *self)
     uint64_t one = 1;
     ssize_t written = write(self->closing, &one, sizeof one);
     (void)written;
+    Py_BEGIN_ALLOW_THREADS
     pthread_join(self->thread, NULL);
+    Py_END_ALLOW_THREADS
     for (uint32_t slot = 0; slot < self->made; slot++) {
         Stream *stream = self->streams[slot];
         if (stream->generation % 2) {
@@ -485,9 +503,7 @@ static void end_thread(Splicer *self)
 
 static PyObject *splicer_close(Splicer *self, PyObject *Py_UNUSED(ignored))
 {
-    Py_BEGIN_ALLOW_THREADS
     end_thread(self);
-    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
@@ -568,7 +584,8 @@ static PyMethodDef splicer_methods[] = {
      "(id, reason, unsent, rest, seen) of the streams that are over (reason is not 0) or have\n"
      "passed on much. unsent: bytes for the client; rest: bytes of the engine that come after."},
     {"silence", (PyCFunction)splicer_silence, METH_O,
-     "silence(id, /) -> float\n\nSeconds since the engine sent anything."},
+     "silence(id, /) -> float\n\n"
+     "Seconds since the engine sent anything; infinite if the stream is over."},
     {"fileno", (PyCFunction)splicer_fileno, METH_NOARGS,
      "fileno() -> int\n\nReadable when take() has something to tell."},
     {"close", (PyCFunction)splicer_close, METH_NOARGS, "close()\n\nEnd the thread."},
@@ -600,7 +617,8 @@ static int module_exec(PyObject *module)
     return PyModule_AddIntConstant(module, "MARKED", MARKED)
            || PyModule_AddIntConstant(module, "BLOCKED", BLOCKED)
            || PyModule_AddIntConstant(module, "CLIENT_GONE", CLIENT_GONE)
-           || PyModule_AddIntConstant(module, "ENGINE_ENDED", ENGINE_ENDED);
+           || PyModule_AddIntConstant(module, "ENGINE_ENDED", ENGINE_ENDED)
+           || PyModule_AddIntConstant(module, "UNHEARD", UNHEARD);
 }
 
 static PyModuleDef_Slot module_slots[] = {

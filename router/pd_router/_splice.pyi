@@ -7,6 +7,8 @@ BLOCKED: int
 CLIENT_GONE: int
 ENGINE_ENDED: int
 """The connection to the engine ended or broke."""
+UNHEARD: int
+"""Too much was passed on since ``take`` was last called."""
 
 Report = tuple[int, int, bytes, bytes, bytes]
 """Id, reason (0: it goes on), bytes still to be sent to the client, bytes of the engine that

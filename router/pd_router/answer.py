@@ -117,7 +117,10 @@ class Answer:
         for name in ("delta", "message"):
             if isinstance(choice.get(name), dict):
                 self._add_message(choice[name])
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        reason = choice.get("finish_reason")
+        if reason is not None and not isinstance(reason, str):
+            raise TypeError("finish_reason is no text")
+        self.finish_reason = reason or self.finish_reason
         if choice.get("stop_reason") is not None:
             self.stop_reason = choice["stop_reason"]
 

@@ -15,7 +15,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from pd_router.engines import EngineAnswer, LegFailure, answer_failures
 from pd_router.relay import StreamRelay
-from pd_router.splicing import Splice, Splices
+from pd_router.splicing import Splice, Splices, client_has_gone
 from pd_router.sse import EventTooLarge
 
 if TYPE_CHECKING:
@@ -155,7 +155,8 @@ class StreamPipe:
         self._splice_asked = False
         marks, source = self._relay.marks, self._engine.boundary()
         waits = self._draining is not None or self._transport.get_write_buffer_size()
-        gone = self.ended or self._transport.is_closing()
+        # Once it is over its connection may have begun with another answer.
+        gone = self not in _open or self.ended or self._transport.is_closing()
         if waits or gone or marks is None or source is None:
             return
         target = self._transport.get_extra_info("socket").fileno()
@@ -172,16 +173,23 @@ class StreamPipe:
         if not reason:
             return
         self._splice = None
-        if unsent:
-            self._transport.write(unsent)
+        if client_has_gone(report):
+            self._give_up(ConnectionResetError("the client has gone"))
+            self._transport.abort()
+            return
+        self._send_rest(unsent)
         self._engine.take_back(rest)
 
     def _stop_splice(self) -> None:
         splice, self._splice = self._splice, None
         report = None if splice is None else splice.stop()
-        if report is not None and report[2]:
-            # The rest of a chunk whose beginning the client has.
-            self._transport.write(report[2])
+        if report is not None:
+            self._send_rest(report[2])
+
+    def _send_rest(self, unsent: bytes) -> None:
+        """Of a chunk the client may have the beginning."""
+        if not self._transport.is_closing():
+            self._transport.write(unsent)
 
     def _give_up(self, failure: Exception) -> None:
         if self._failure is None:

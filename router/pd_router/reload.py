@@ -17,6 +17,7 @@ NEEDS_RESTART = frozenset(
     max_body_bytes max_handles max_handle_bytes max_branches
     max_header_bytes max_headers keep_alive_timeout otlp_endpoint otlp_protocol
     handle_ttl connector bidirectional rates route append_max_tokens max_decode_stall_ms
+    native
     """.split()
 )
 """Settings that are looked at when the router starts and not again."""

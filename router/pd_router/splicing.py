@@ -7,7 +7,9 @@ compiler lacks.
 """
 
 import asyncio
+import errno
 import logging
+import resource
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -24,6 +26,10 @@ log = logging.getLogger("pd_router")
 
 REPORT_BYTES = 16 << 10
 """Events that have been passed on are told of this many bytes at a time, for the history guard."""
+
+_SHARE = 4
+"""Every how many-th file descriptor may be for splices, which need two more a stream: what
+needs none of them must not be refused for their sake."""
 
 OnReport = Callable[["Report"], None]
 
@@ -67,6 +73,9 @@ class Splices:
         ``on_report`` is called with what ``keep`` asks for and, once, when a chunk with one of
         ``marks`` or anything else out of the ordinary has ended it. Raises :class:`OSError`.
         """
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 2 * (self.count + 1) * _SHARE > most:
+            raise OSError(errno.EMFILE, "too few file descriptors")
         id = self._splicer.add(source, target, marks, keep)
         self._on_report[id] = on_report
         return Splice(self, id)
@@ -105,6 +114,11 @@ class Splices:
             on_report(report)
 
 
+def client_has_gone(report: "Report") -> bool:
+    """The splice is over because nothing more can be sent."""
+    return report[1] == _splice.CLIENT_GONE
+
+
 def open_splices(wanted: bool) -> Splices | None:
     """None where streams are passed on in Python."""
     if not wanted:
@@ -112,4 +126,8 @@ def open_splices(wanted: bool) -> Splices | None:
     if _splice is None:
         log.info("without its native part (no compiler at installation): streams cost more")
         return None
-    return Splices()
+    try:
+        return Splices()
+    except OSError as error:
+        log.warning("without its native part (%s): streams cost more", error)
+        return None

@@ -26,6 +26,8 @@ LEGS = 2
 RANKS = 2
 OURS = ("pdctl", "stock")
 """The engines that our own router is run with: with pd_connector in them, and without."""
+PYTHON = "python"
+"""As ``pdctl``, without the router's native part, which is about streams alone."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "engines" in metafunc.fixturenames:
         own = not _option(metafunc.config, "url") and not _option(metafunc.config, "command")
-        metafunc.parametrize("engines", OURS if own else ["stock"], scope="session")
+        ours = (*OURS, PYTHON) if metafunc.module.__name__.endswith("test_streams") else OURS
+        metafunc.parametrize("engines", ours if own else ["stock"], scope="session")
 
 
 def _option(config: pytest.Config, name: str) -> str | None:
@@ -109,7 +112,8 @@ def _start(
             "name": "router-0",
             "host": host,
             "port": port,
-            "connector": engines,
+            "connector": "pdctl" if engines == PYTHON else engines,
+            "native": engines != PYTHON,
             "route": "readback",
             "pair_pause": 0.001,
             **{

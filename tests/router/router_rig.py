@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -24,14 +25,17 @@ from ports import free_ports
 
 DEADLINE = 60.0
 
+both = pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+"""With the router's native part and without: what streams do must not depend on it."""
 
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    """Poll until the condition holds."""
+
+def wait_for(condition: Callable[[], Any], what: str, pause: float = 0.01) -> Any:
+    """Poll until the condition holds; ``pause`` is 0 for what takes microseconds."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end:
         if value := condition():
             return value
-        time.sleep(0.01)
+        time.sleep(pause)
     raise AssertionError(f"never came about: {what}")
 
 
@@ -130,6 +134,11 @@ class Router:
         )
         return sum(float(value) for text, value in lines if wanted <= set(text.split(",")))
 
+    def peak_memory(self) -> int:
+        """The most bytes that the process has had in memory."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
     @property
     def log(self) -> str:
         return self.log_path.read_text()
@@ -180,9 +189,11 @@ def launch(
     http: httpx.Client | None = None,
     prefix_caching: bool = True,
     leg_bidirectional: bool = True,
+    python: Sequence[str] = ("-m", "pd_router"),
     **settings: Any,
 ) -> Router:
-    """A router process; ``settings`` are keys of its config file, ``http`` talks to it."""
+    """A router process; ``settings`` are keys of its config file, ``http`` talks to it,
+    ``python`` is what Python runs."""
     port = free_port(host)
     config = {"name": "router-0", "host": host, "port": port, "route": "readback"} | settings
     for role, engines in (("prefill", prefill), ("decode", decode)):
@@ -192,7 +203,7 @@ def launch(
     number = next(numbers)
     config_path, log_path = folder / f"router-{number}.json", folder / f"router-{number}.log"
     config_path.write_text(json.dumps(config))
-    command = [sys.executable, "-m", "pd_router", "--config", str(config_path)]
+    command = [sys.executable, *python, "--config", str(config_path)]
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
     address = f"[{host}]" if ":" in host else host

@@ -6,7 +6,7 @@ import threading
 
 import httpx
 import pytest
-from router_rig import Answer, Chat, Router, StartRouter, wait_for
+from router_rig import Answer, Chat, Router, StartRouter, both, wait_for
 
 from fake_engine import ECHO_400
 
@@ -181,6 +181,7 @@ def test_a_dead_leg_is_noticed_without_a_turn(start_router: StartRouter) -> None
     assert len(router.prefill[0].requests) == 1
 
 
+@both
 @pytest.mark.parametrize("fault", ["die", "end", "stall"])
 def test_a_stream_that_breaks_ends_in_an_error_event(start_router: StartRouter, fault: str) -> None:
     router = start_router(stream_idle_timeout=0.5)
@@ -195,6 +196,7 @@ def test_a_stream_that_breaks_ends_in_an_error_event(start_router: StartRouter, 
     assert router.metric("pd_router_handles_held") == 0
 
 
+@both
 def test_the_engines_own_error_event_is_passed_on(router: Router, conversation: str) -> None:
     chat = Chat(router, conversation)
     router.decode[0].faults.append("error")
@@ -250,6 +252,7 @@ def test_a_client_that_leaves_takes_its_handle_along(start_router: StartRouter, 
     assert chat.say("Again").status == 200
 
 
+@both
 def test_a_client_that_leaves_a_stream_aborts_decode(router: Router, conversation: str) -> None:
     router.decode[0].hold_after = 2
     body = json.dumps(Chat(router, conversation).body("Hello")).encode()
@@ -269,6 +272,7 @@ def send(router: Router, body: bytes) -> socket.socket:
     return client
 
 
+@both
 def test_sigterm_lets_running_streams_end(start_router: StartRouter) -> None:
     router = start_router()
     router.decode[0].hold_after = 2

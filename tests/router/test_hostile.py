@@ -85,6 +85,12 @@ def test_broken_requests_reach_no_engine(router: Router, name: str) -> None:
     got = exchange(router, BROKEN[name])
     answers = re.findall(rb"HTTP/\d\.\d (\d{3}) ", got)
     assert answers in ([], [b"400"], [b"505"]), got[:200]
+    if answers:
+        head, _, body = got.partition(b"\r\n\r\n")
+        assert b"application/json" in head
+        error = json.loads(body)["error"]
+        assert (error["code"], error["type"]) == (int(answers[0]), "invalid_request_error")
+        assert "\n" not in error["message"]
     assert router.prefill[0].requests == router.decode[0].requests == []
     assert router.get("/metrics").status_code == 200
 

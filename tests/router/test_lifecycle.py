@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from router_rig import Answer, Chat, Router, StartRouter, wait_for
+from router_rig import Answer, Chat, Router, StartRouter, both, wait_for
 
 from fake_engine import FakeEngine, Script
 
@@ -35,6 +35,7 @@ def refuses(router: Router) -> bool:
         return probe.connect_ex((parts.hostname, parts.port)) != 0
 
 
+@both
 def test_sigterm_lets_streams_end(start_router: StartRouter) -> None:
     router = start_router()
     router.decode[0].hold_after = 3
@@ -62,6 +63,7 @@ def said_no(client: httpx.Client, router: Router) -> bool:
     return answer.status_code == 503 and "retry-after" in answer.headers
 
 
+@both
 @pytest.mark.parametrize("again", [False, True], ids=["bound", "second-signal"])
 def test_what_outlives_the_drain_is_cut_off_cleanly(start_router: StartRouter, again: bool) -> None:
     router = start_router(drain_timeout=60.0 if again else 0.3)
@@ -87,6 +89,7 @@ def test_what_outlives_the_drain_is_cut_off_cleanly(start_router: StartRouter, a
     wait_for(lambda: router.decode[0].aborted == router.prefill[0].aborted == 1, "engines stop")
 
 
+@both
 def test_sighup_takes_new_legs_without_dropping_a_stream(start_router: StartRouter) -> None:
     router = start_router()
     router.decode[0].hold_after = 3
@@ -115,8 +118,8 @@ def test_a_config_that_cannot_be_used_changes_nothing(start_router: StartRouter)
     router.hang_up(decode={})
     wait_for(lambda: "not reloaded: " in router.log, "the refusal")
     assert Chat(router, "c").say("Hello").status == 200
-    router.hang_up(decode={"decode-0": {"url": router.decode[0].url}}, max_handles=5)
-    wait_for(lambda: "needs a restart: max_handles" in router.log, "it is told")
+    router.hang_up(decode={"decode-0": {"url": router.decode[0].url}}, max_handles=5, native=False)
+    wait_for(lambda: "needs a restart: max_handles, native" in router.log, "it is told")
 
 
 def test_too_many_requests_are_told_to_come_again(start_router: StartRouter) -> None:
@@ -143,6 +146,7 @@ def test_a_body_that_does_not_arrive_is_a_408(start_router: StartRouter) -> None
         assert client.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
+@both
 def test_a_client_that_reads_nothing_is_dropped(start_router: StartRouter) -> None:
     router = start_router(client_stall_timeout=0.3)
     router.decode[0].omit_handles = True  # It would take long over the proof.
@@ -160,6 +164,7 @@ def test_a_client_that_reads_nothing_is_dropped(start_router: StartRouter) -> No
     assert router.get("/health").status_code == 200
 
 
+@both
 def test_a_slow_client_gets_everything(start_router: StartRouter) -> None:
     router = start_router()
     router.decode[0].omit_handles = True  # It would take long over the proof.

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from router_rig import Chat, Router, StartRouter, launch, wait_for
+from router_rig import Chat, Router, StartRouter, both, launch, wait_for
 
 from fake_engine import FakeEngine, Script
 from pd_connector import telemetry
@@ -16,6 +16,7 @@ from pd_connector.contract import Outcome
 from pd_router.__main__ import main
 
 
+@both
 def test_a_stream_is_passed_on_byte_for_byte_but_for_the_handle(
     router: Router, conversation: str
 ) -> None:
@@ -37,6 +38,7 @@ def normal(stream: bytes) -> bytes:
     return stream
 
 
+@both
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_network_reads_may_split_events_anywhere(
     router: Router, conversation: str, size: int
@@ -51,6 +53,7 @@ def test_network_reads_may_split_events_anywhere(
     assert chat.say("Again").outcome == "hit"
 
 
+@both
 def test_events_arrive_as_they_are_made(router: Router, conversation: str) -> None:
     router.decode[0].hold_after = 3
     body = Chat(router, conversation).body("Hello")
