@@ -163,11 +163,13 @@ class Connection(asyncio.Protocol):
         """End the exchange. Its connection is kept if it can serve another one."""
         self._stop_clocks()
         self.resume()
-        self._sink = None
+        # What refers to the connection, or to what has been waiting for it, is let go: with no
+        # cycle left a broken stream's memory is free at once.
+        self._sink = self._lent = self._parser = self._head = self._end = None
+        self._last = b""
         if self._transport is None:
             return
         if self._whole and self._reusable:
-            self._parser = None
             self._expiry = self._loop.call_later(_KEEP_ALIVE_SECONDS, self.abort)
             self._idle.append(self)
         else:

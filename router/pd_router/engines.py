@@ -162,7 +162,7 @@ class Engines:
             with answer_failures(leg):
                 await connection.ask(request)
         except BaseException:
-            connection.abort()
+            connection.close()
             raise
         return EngineAnswer(leg, connection)
 
