@@ -64,6 +64,10 @@ TEXT_CHOICE_KEYS = frozenset(
 BLOCK = 16
 ECHO_400 = "400-echo"
 """A validation error that repeats the whole request body, as vLLM's do."""
+UNREAD_400 = "400-unread"
+"""A validation error before the path is looked at: in OpenAI's form on every path."""
+NO_PATH = "404-path"
+"""A path that the model at hand does not have: in neither form."""
 
 
 @dataclass
@@ -270,10 +274,16 @@ class FakeEngine:
         self, request: web.Request, body: dict[str, Any], fault: Any
     ) -> web.Response | None:
         if isinstance(fault, int):
+            if fault < 500 and request.path.startswith("/v1/messages"):
+                return _anthropic_error(fault, self.url)
             return _error(fault, f"{self.url}" + f" is {self.engine_id}" * (fault >= 500))
         if fault == ECHO_400:
             text = f"1 validation error:\n  {{'msg': 'Value error, no.', 'input': {body}}}"
             return _error(400, text)
+        if fault == UNREAD_400:
+            return _error(400, "1 validation error:\n  {'msg': 'Input should be a valid list'}")
+        if fault == NO_PATH:
+            return web.json_response({"detail": "Not Found"}, status=404)
         if fault == "hang":
             await asyncio.sleep(3600)
         if fault == "drop":
@@ -791,6 +801,11 @@ def pieces(text: str | None, size: int = 3) -> list[str]:
 def _error(status: int, message: str) -> web.Response:
     error = {"message": message, "type": "FakeError", "param": None, "code": status}
     return web.json_response({"error": error}, status=status)
+
+
+def _anthropic_error(status: int, message: str) -> web.Response:
+    error = {"type": "FakeError", "message": message}
+    return web.json_response({"type": "error", "error": error}, status=status)
 
 
 def main() -> None:
