@@ -100,7 +100,10 @@ def test_sighup_takes_new_legs_without_dropping_a_stream(start_router: StartRout
         router.decode[0].released.set()
         thread.join()
         assert answers[0].message["content"].startswith("answer-")
-        assert chat.say("Again").status == 200
+        chat.messages = [*chat.body("Hello")["messages"], answers[0].message]
+        answer = chat.say("Again")
+        # The leg may be on its way out: nothing is read from it any more.
+        assert (answer.status, answer.outcome) == (200, "miss")
         assert len(new.requests) == 1
         assert [leg["name"] for leg in router.get("/health").json()["legs"]] == [
             "prefill-0",
