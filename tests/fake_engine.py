@@ -499,7 +499,9 @@ class FakeEngine:
         if not self.tokenizer:
             return web.Response(status=404)
         self.tokenized.append(body)
-        return web.json_response({"tokens": [ord(char) for char in render(body)]})
+        tokens = [ord(char) for char in render(body)]
+        counts = {"count": len(tokens), "max_model_len": 8192}
+        return web.json_response({**counts, "tokens": tokens, "token_strs": None})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self.looked_at += 1
@@ -685,6 +687,7 @@ def whole_answer(
         "choices": choices,
         "usage": usage,
         "kv_transfer_params": params,
+        "ec_transfer_params": None,
     }
     if chat and body.get("return_token_ids"):
         answer["prompt_token_ids"] = engine.says_ids or [*map(ord, render(body))]
@@ -777,7 +780,9 @@ def other_events(engine: FakeEngine, path: str) -> list[bytes]:
         return f"event: {name}\ndata: ".encode() + dumps({"type": name, **fields}) + b"\n\n"
 
     if path == "/v1/responses":
-        response = {"id": f"resp_{engine.role}_{engine.port}", "status": "in_progress"}
+        between = dict.fromkeys(("kv_transfer_params", "ec_transfer_params"))
+        name = f"resp_{engine.role}_{engine.port}"
+        response = {"id": name, "status": "in_progress", **between}
         done = {**response, "status": "completed", "kv_transfer_params": other_handle(engine)}
         return [
             event("response.created", response=response),
@@ -787,7 +792,7 @@ def other_events(engine: FakeEngine, path: str) -> list[bytes]:
     if path == "/v1/messages":
         return [
             event("message_start", message={"role": "assistant"}),
-            event("content_block_delta", delta={"type": "text_delta", "text": "Hi"}),
+            event("content_block_delta", index=0, delta={"type": "text_delta", "text": "Hi"}),
             event("message_delta", delta={"stop_reason": "end_turn"}),
             event("message_stop"),
         ]

@@ -72,6 +72,23 @@ def test_branches_retries_and_requests_beside_a_conversation(deployment: Deploym
     assert [outcome(branch.say(50)) for branch in branches] == [Outcome.HIT.value] * 3
 
 
+def test_conversations_side_by_side(deployment: Deployment) -> None:
+    chats = [
+        Chat(deployment, deployment.router_url, conversation_id=uuid.uuid4().hex) for _ in range(6)
+    ]
+    seen: dict[Chat, list[str]] = {chat: [] for chat in chats}
+
+    def talk(chat: Chat) -> None:
+        seen[chat] += [outcome(chat.say(300)), outcome(chat.say(100))]
+
+    threads = [threading.Thread(target=talk, args=(chat,)) for chat in chats]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(seen.values()) == [[Outcome.MISS.value, Outcome.HIT.value]] * 6
+
+
 def test_a_history_without_an_id_and_two_tenants_with_one(
     deployment: Deployment, start: Start
 ) -> None:
