@@ -1,7 +1,10 @@
 """The router's choices on the real engine: whatever it does, answers are a plain request's."""
 
+import subprocess
 import threading
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -9,6 +12,8 @@ import pytest
 from pd_connector import contract, telemetry
 from pd_connector.contract import Outcome, Route
 from pdctl.counters import router_counter
+from tests.ports import free_ports
+from tests.programs import program
 from tests.waiting import until
 
 from .conftest import Deployment
@@ -113,6 +118,34 @@ def test_a_router_that_restarts_starts_without_handles(
     chat.url = start().url
     assert outcome(chat.say(50)) == Outcome.MISS.value
     assert outcome(chat.say(50)) == Outcome.HIT.value
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    port = free_ports(1)[0]
+    command = [program("redis-server"), "--port", str(port), "--bind", "127.0.0.1"]
+    command += ["--save", "", "--appendonly", "no", "--dir", str(tmp_path)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    yield f"redis://127.0.0.1:{port}/0"
+    server.kill()
+    server.wait()
+
+
+def test_routers_share_a_conversation_and_its_handle_survives_them(
+    deployment: Deployment, start: Start, redis_url: str
+) -> None:
+    chat = Chat(deployment, "", conversation_id=uuid.uuid4().hex)
+    seen = []
+    one, two = start(state=redis_url), start(state=redis_url)
+    for router in (one, two, one):
+        chat.url = router.url
+        seen.append(outcome(chat.say(200)))
+    for router in (one, two):
+        router.process.terminate()
+        assert router.process.wait(30) == 0
+    chat.url = start(state=redis_url).url
+    seen.append(outcome(chat.say(200)))
+    assert seen == [Outcome.MISS.value, *[Outcome.HIT.value] * 3]
 
 
 def test_what_nobody_will_read_is_released(deployment: Deployment, start: Start) -> None:

@@ -1,15 +1,12 @@
-"""The router while it runs: reload, drain, release, clients that leave, TLS and keys, each in the
-midst of real streams."""
+"""The router while it runs: reload, drain, release, clients that leave, each in the midst of real
+work."""
 
 import contextlib
 import json
 import signal
 import socket
-import ssl
-import subprocess
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -159,33 +156,6 @@ def test_a_released_conversation_is_free_and_starts_anew(
     until("decode has let it go", lambda: pins(deployment) == before)
     assert outcome(chat.say(50)) == Outcome.MISS.value
     assert outcome(chat.say(50)) == Outcome.HIT.value
-
-
-def test_tls_and_keys(deployment: Deployment, start: Start, tmp_path: Path) -> None:
-    cert, key, keys = (tmp_path / name for name in ("cert.pem", "key.pem", "keys"))
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-keyout", str(key), "-out", str(cert), "-days", "2"]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(command, check=True, capture_output=True)
-    keys.write_text("key-one\nkey-two\n")
-    tls = {"certificate": str(cert), "key": str(key)}
-    router = start(tls=tls, api_keys_file=str(keys))
-    chat = Chat(deployment, router.url, conversation_id="keys")
-    with httpx.Client(
-        timeout=60, trust_env=False, verify=ssl.create_default_context(cafile=str(cert))
-    ) as chat.client:
-        for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
-            refused = chat.client.post(router.url + path, json={"model": "canary"})
-            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
-        chat.headers["Authorization"] = "Bearer key-one"
-        assert outcome(chat.say()) == Outcome.MISS.value
-        assert outcome(chat.say(50)) == Outcome.HIT.value
-        # Another key is another tenant, whatever the conversation is called.
-        other = chat.copy()
-        other.headers["Authorization"] = "Bearer key-two"
-        assert outcome(other.say(50)) == Outcome.MISS.value
-        assert outcome(chat.say(50)) == Outcome.HIT.value
-    assert "key-one" not in router.log
 
 
 def test_what_a_client_gets_wrong_costs_no_handle(deployment: Deployment, start: Start) -> None:
