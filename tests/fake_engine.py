@@ -130,6 +130,8 @@ class FakeEngine:
         self.scripts: deque[Script] = deque()
         self.write_size = 0
         self.hold_after: int | None = None
+        self.held = 0
+        """Streams that have come to ``hold_after``."""
         self.released = threading.Event()
         self.violations: list[str] = []
         self.requests: list[dict[str, Any]] = []
@@ -473,6 +475,7 @@ class FakeEngine:
         events = stream_events(self, body, script, params, usage)
         for number, event in enumerate(events):
             if number == self.hold_after:
+                self.held += 1
                 while not self.released.is_set():  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             if fault == "die" and number == 2:
@@ -575,6 +578,7 @@ class FakeEngine:
         await response.prepare(request)
         for number, event in enumerate(events):
             if number == self.hold_after:
+                self.held += 1
                 while not self.released.is_set():  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             if fault == "end" and number == 1:
