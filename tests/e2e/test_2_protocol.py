@@ -1,7 +1,6 @@
 """What clients see through the router in front of real engines."""
 
 import contextlib
-import functools
 import json
 import uuid
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from pd_connector import contract
 from pd_connector.contract import Outcome
 from pdctl.conversation import user_text
 from tests import fake_engine
-from tests.waiting import until
 
 from .conftest import ANSWER_TOKENS, Conversation, Deployment
 
@@ -31,11 +29,6 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
 
 def post(deployment: Deployment, path: str, body: dict[str, Any]) -> httpx.Response:
     return deployment.client.post(f"{deployment.router_url}{path}", json=body)
-
-
-def metric(deployment: Deployment, url: str, name: str) -> float:
-    lines = deployment.client.get(f"{url}/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -209,27 +202,6 @@ def test_models_health_and_errors(deployment: Deployment) -> None:
     assert "max_tokens" in wrong.json()["error"]["message"]
     unknown = post(deployment, "/v1/chat/completions", chat("x") | {"model": "nobody"})
     assert unknown.status_code == 404
-
-
-def test_a_client_that_leaves_frees_its_blocks(deployment: Deployment) -> None:
-    body = chat(user_text(uuid.uuid4().hex, 2000), stream=True, max_tokens=4000)
-    url = f"{deployment.router_url}/v1/chat/completions"
-    with deployment.client.stream("POST", url, json=body) as response:
-        # Kept: a collected iterator would close the response.
-        chunks = response.iter_bytes()
-        assert next(chunks)
-        running = functools.partial(
-            metric, deployment, deployment.decode_url, "vllm:num_requests_running"
-        )
-        until("decode generates the answer", lambda: running() == 1)
-    for engine in (deployment.prefill_url, deployment.decode_url):
-        until(
-            "the engines are idle after the client has left",
-            lambda engine=engine: (
-                metric(deployment, engine, "vllm:num_requests_running") == 0
-                and metric(deployment, engine, "vllm:num_requests_waiting") == 0
-            ),
-        )
 
 
 def test_parallel_turns_of_one_conversation_share_no_handle(deployment: Deployment) -> None:
