@@ -112,6 +112,7 @@ def test_a_leg_more_changes_nothing_for_a_stream(deployment: Deployment, start: 
 def test_a_stream_outlives_its_leg(deployment: Deployment, start: Start) -> None:
     """Both legs are there under other names: to the router they are others."""
     router = start()
+    before = pins(deployment)
     chat = Chat(deployment, router.url, conversation_id="renamed")
     with streaming(deployment, chat) as stream:
         legs = legs_of(router)
@@ -120,6 +121,7 @@ def test_a_stream_outlives_its_leg(deployment: Deployment, start: Start) -> None
         until("the legs are others", lambda: "reloaded: prefill-b, decode-b" in router.log)
         assert stream.under_way()
         stream.finish()
+    until("decode keeps nothing of it", lambda: pins(deployment) == before)
     assert outcome(chat.say(50)) == Outcome.MISS.value
     assert outcome(chat.say(50)) == Outcome.HIT.value
 

@@ -113,6 +113,29 @@ def test_sighup_takes_new_legs_without_dropping_a_stream(start_router: StartRout
         new.stop()
 
 
+def test_a_leg_that_leaves_the_list_is_told_what_nobody_will_read(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(decodes=2)
+    chats = [Chat(router, "c"), Chat(router, "d")]
+    for chat in chats:
+        chat.say("Hello")
+    gone, kept = router.decode
+    before, amid = (engine.handles[-1]["remote_request_id"] for engine in (gone, kept))
+    gone.hold_after = 3
+    answers: list[Any] = []
+    thread = in_background(router, Chat(router, "e").body("Hello"), answers)
+    wait_for(lambda: gone.held, "a stream runs on the leg")
+    router.hang_up(decode={"decode-1": {"url": kept.url}})
+    # Of the turn before, and of the one that ends after it.
+    router.wait_released({before})
+    gone.released.set()
+    thread.join()
+    router.wait_released({gone.handles[-1]["remote_request_id"]})
+    assert amid not in kept.released_turns
+    assert len(gone.released_turns) == 2
+
+
 def test_a_config_that_cannot_be_used_changes_nothing(start_router: StartRouter) -> None:
     router = start_router()
     router.hang_up(decode={})
