@@ -64,6 +64,10 @@ TEXT_CHOICE_KEYS = frozenset(
 BLOCK = 16
 ECHO_400 = "400-echo"
 """A validation error that repeats the whole request body, as vLLM's do."""
+UNREAD_400 = "400-unread"
+"""A validation error before the path is looked at: in OpenAI's form on every path."""
+NO_PATH = "404-path"
+"""A path that the model at hand does not have: in neither form."""
 
 
 @dataclass
@@ -128,6 +132,8 @@ class FakeEngine:
         self.hold_after: int | None = None
         self.trickle = False
         """Until ``released`` a stream's events come one by one and slowly."""
+        self.held = 0
+        """Streams that have come to ``hold_after``."""
         self.released = threading.Event()
         self.violations: list[str] = []
         self.requests: list[dict[str, Any]] = []
@@ -272,10 +278,16 @@ class FakeEngine:
         self, request: web.Request, body: dict[str, Any], fault: Any
     ) -> web.Response | None:
         if isinstance(fault, int):
+            if fault < 500 and request.path.startswith("/v1/messages"):
+                return _anthropic_error(fault, self.url)
             return _error(fault, f"{self.url}" + f" is {self.engine_id}" * (fault >= 500))
         if fault == ECHO_400:
             text = f"1 validation error:\n  {{'msg': 'Value error, no.', 'input': {body}}}"
             return _error(400, text)
+        if fault == UNREAD_400:
+            return _error(400, "1 validation error:\n  {'msg': 'Input should be a valid list'}")
+        if fault == NO_PATH:
+            return web.json_response({"detail": "Not Found"}, status=404)
         if fault == "hang":
             await asyncio.sleep(3600)
         if fault == "drop":
@@ -465,6 +477,7 @@ class FakeEngine:
         events = stream_events(self, body, script, params, usage)
         for number, event in enumerate(events):
             if number == self.hold_after:
+                self.held += 1
                 while not self.released.is_set():  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             if self.trickle and not self.released.is_set():
@@ -493,7 +506,9 @@ class FakeEngine:
         if not self.tokenizer:
             return web.Response(status=404)
         self.tokenized.append(body)
-        return web.json_response({"tokens": [ord(char) for char in render(body)]})
+        tokens = [ord(char) for char in render(body)]
+        counts = {"count": len(tokens), "max_model_len": 8192}
+        return web.json_response({**counts, "tokens": tokens, "token_strs": None})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self.looked_at += 1
@@ -567,6 +582,7 @@ class FakeEngine:
         await response.prepare(request)
         for number, event in enumerate(events):
             if number == self.hold_after:
+                self.held += 1
                 while not self.released.is_set():  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             if fault == "end" and number == 1:
@@ -679,6 +695,7 @@ def whole_answer(
         "choices": choices,
         "usage": usage,
         "kv_transfer_params": params,
+        "ec_transfer_params": None,
     }
     if chat and body.get("return_token_ids"):
         answer["prompt_token_ids"] = engine.says_ids or [*map(ord, render(body))]
@@ -771,7 +788,9 @@ def other_events(engine: FakeEngine, path: str) -> list[bytes]:
         return f"event: {name}\ndata: ".encode() + dumps({"type": name, **fields}) + b"\n\n"
 
     if path == "/v1/responses":
-        response = {"id": f"resp_{engine.role}_{engine.port}", "status": "in_progress"}
+        between = dict.fromkeys(("kv_transfer_params", "ec_transfer_params"))
+        name = f"resp_{engine.role}_{engine.port}"
+        response = {"id": name, "status": "in_progress", **between}
         done = {**response, "status": "completed", "kv_transfer_params": other_handle(engine)}
         return [
             event("response.created", response=response),
@@ -781,7 +800,7 @@ def other_events(engine: FakeEngine, path: str) -> list[bytes]:
     if path == "/v1/messages":
         return [
             event("message_start", message={"role": "assistant"}),
-            event("content_block_delta", delta={"type": "text_delta", "text": "Hi"}),
+            event("content_block_delta", index=0, delta={"type": "text_delta", "text": "Hi"}),
             event("message_delta", delta={"stop_reason": "end_turn"}),
             event("message_stop"),
         ]
@@ -795,6 +814,11 @@ def pieces(text: str | None, size: int = 3) -> list[str]:
 def _error(status: int, message: str) -> web.Response:
     error = {"message": message, "type": "FakeError", "param": None, "code": status}
     return web.json_response({"error": error}, status=status)
+
+
+def _anthropic_error(status: int, message: str) -> web.Response:
+    error = {"type": "FakeError", "message": message}
+    return web.json_response({"type": "error", "error": error}, status=status)
 
 
 def main() -> None:

@@ -96,7 +96,8 @@ def error_object(
     status: int, message: str, kind: str, form: ErrorForm = "openai"
 ) -> dict[str, Any]:
     if form == "anthropic":
-        kind = _ANTHROPIC_TYPES.get(status, "api_error")
+        usual = "invalid_request_error" if 400 <= status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(status, usual)
         return {"type": "error", "error": {"type": kind, "message": message}}
     return {"error": {"message": message, "type": kind, "code": status}}
 
@@ -128,13 +129,17 @@ def refusal(
     """An engine's 4xx for the client, rid of ``secrets`` and of the parts of handles.
 
     vLLM repeats the whole request body in some of its validation errors, the
-    ``kv_transfer_params`` that the router had put there with it.
+    ``kv_transfer_params`` that the router had put there with it. What it refuses before it
+    looks at the path has OpenAI's form under ``/v1/messages`` too.
     """
     text = raw.decode(errors="replace")
-    if not text.lstrip().startswith("{") or _tells(text, secrets):
-        error = error_object(status, _reasons(text, secrets), "invalid_request_error", form)
-        raw = jsonbytes.dump(error)
-    return EngineRefused(status, raw)
+    own, message = _error_of(text)
+    if own == ("anthropic" if form == "anthropic" else "openai") and not _tells(text, secrets):
+        return EngineRefused(status, raw)
+    if not message or _tells(message, secrets):
+        message = _reasons(message, secrets)
+    error = error_object(status, message, "invalid_request_error", form)
+    return EngineRefused(status, jsonbytes.dump(error))
 
 
 def clean_error_event(
@@ -152,11 +157,25 @@ def secrets_in(params: Mapping[str, Any] | None) -> list[str]:
     return [str(params[name]) for name in names if params and params.get(name)]
 
 
-def _reasons(text: str, secrets: Iterable[str]) -> str:
+def _error_of(text: str) -> tuple[ErrorForm | None, str]:
+    """The form of an engine's error, None where it has neither, and what it says."""
     try:
-        message = str(jsonbytes.load(text.encode())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return "The engine refused the request."
+        body = jsonbytes.load(text.encode())
+    except ValueError:
+        return None, ""
+    if not isinstance(body, dict):
+        return None, ""
+    error = body.get("error")
+    if not isinstance(error, dict):
+        # As FastAPI's own: {"detail": "Not Found"}.
+        detail = body.get("detail")
+        return None, detail if isinstance(detail, str) else ""
+    own: ErrorForm = "anthropic" if body.get("type") == "error" else "openai"
+    return own, str(error.get("message", ""))
+
+
+def _reasons(message: str, secrets: Iterable[str]) -> str:
+    """The reasons in a validation error's message that tell nothing."""
     reasons = "; ".join(single or double for single, double in _VALIDATION_MSG.findall(message))
     if not reasons or _tells(reasons, secrets):
         return "The engine refused the request."

@@ -19,12 +19,18 @@ _PERHAPS_THE_HANDLE = (400, 422)
 
 
 class PrefillFailed(Exception):
-    """Prefill was reached and did not do its work; ``label`` is one of a few."""
+    """Prefill was reached and did not do its work; ``label`` is one of a few.
 
-    def __init__(self, label: str, cause: LegFailure | None = None) -> None:
+    ``refused``: it did not begin, for the handle or for something else about the request.
+    """
+
+    def __init__(
+        self, label: str, cause: LegFailure | None = None, *, refused: bool = False
+    ) -> None:
         super().__init__(label)
         self.label = label
         self.cause = cause
+        self.refused = refused
 
 
 async def ask_prefill(
@@ -55,8 +61,10 @@ async def ask_prefill(
         raise PrefillFailed(label, failure) from failure
     if handle is not None:
         turn.handle_sent(leg, handle)
-    if status >= 500 or (handle and status in _PERHAPS_THE_HANDLE):
+    if status >= 500:
         raise PrefillFailed(f"http_{status}")
+    if handle and status in _PERHAPS_THE_HANDLE:
+        raise PrefillFailed(f"http_{status}", refused=True)
     if status != 200:
         raise refusal(status, raw, turn.secrets(None))
     try:

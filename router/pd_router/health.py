@@ -74,13 +74,17 @@ class Health:
         log.warning("leg %s has restarted", leg.name)
         self._on_restart(leg)
         self._pairs.forget_leg(leg.name)
-        leg.engine = engine
+        # What its probe tells next belongs to the engine that is there now.
+        leg.engine, leg.started = engine, None
         if leg.role == "decode":
             drop = self._handles.drop_leg(leg.name, "leg_restarted", keep_engine=engine)
             self._background(drop)
 
     async def check(self, leg: Leg) -> str | None:
         """Ask the leg itself; returns why it is not healthy, None if it is."""
+        if leg.down is not None:
+            # A leg that is back must not get turns as its former self.
+            await self._look_at_start(leg)
         try:
             status, _ = await self._engines.get(leg, "/health", {}, total=_PROBE_SECONDS)
         except NotReached as failure:
@@ -116,8 +120,8 @@ class Health:
             await self._ask(leg)
 
     async def _ask(self, leg: Leg) -> None:
-        # Before its health: a leg that is back must not get turns as its former self.
-        await self._look_at_start(leg)
+        if leg.down is None:
+            await self._look_at_start(leg)
         problem = await self.check(leg)
         bad = self._bad_answers.get(leg, 0) + 1 if problem else 0
         self._bad_answers[leg] = bad
@@ -131,7 +135,7 @@ class Health:
             return
         if started is None:
             return
-        if leg.started is not None and leg.started != started:
+        if leg.started not in (None, started) and leg.engine != started:
             self._restarted(leg, None)
         leg.started = started
 

@@ -62,7 +62,9 @@ class Keeper:
             self.router.health.saw_engine(self.leg, params.get(contract.REMOTE_ENGINE_ID))
         handle = None
         reused = self.settings.proof != "off" and self.settings.route != "recompute"
-        if reused and self.prompt is not None and answer.complete and self.leg.down is None:
+        # A leg that left the list while it answered may be on its way out.
+        usable = self.leg.down is None and self.router.legs.named(self.leg.name) is self.leg
+        if reused and self.prompt is not None and answer.complete and usable:
             handle = self._made(self.prompt, answer, params)
         if handle is None and params is not None:
             self.router.releases.add_request(self.leg, str(params[contract.REMOTE_REQUEST_ID]))

@@ -68,6 +68,7 @@ class Legs:
         self.decode: list[Leg] = []
         self.addresses: list[str] = []
         """Host and port of every leg, also of those that were; no client sees one."""
+        self._gone: dict[str, Leg] = {}
         self.update(prefill, decode)
 
     def __iter__(self) -> Iterator[Leg]:
@@ -84,10 +85,16 @@ class Legs:
         for leg in self:
             if (address := urlsplit(leg.url).netloc) not in self.addresses:
                 self.addresses.append(address)
-        return [leg for leg in before if leg not in list(self)]
+        gone = [leg for leg in before if leg not in list(self)]
+        self._gone.update({leg.name: leg for leg in gone})
+        return gone
 
     def named(self, name: str) -> Leg | None:
         return next((leg for leg in self if leg.name == name), None)
+
+    def known(self, name: str) -> Leg | None:
+        """:meth:`named`, or else the leg that had this name last."""
+        return self.named(name) or self._gone.get(name)
 
     def pick_prefill(
         self, tried: Collection[Leg] = (), good: Callable[[Leg], bool] = lambda leg: True

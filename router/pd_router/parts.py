@@ -70,7 +70,7 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
     engines, metrics = Engines(), Metrics()
     legs = Legs(settings.prefill, settings.decode)
     orders = LeaseOrders(engines)
-    releases = Releases(orders, legs.named)
+    releases = Releases(orders, legs.known)
     pairs = Pairs(settings.pair_pause)
 
     def dropped(handle: Handle, reason: str) -> None:

@@ -52,9 +52,11 @@ class Way:
     form: ErrorForm = "openai"
     last: tuple[bytes, ...] = ()
     """Names of a stream's last event."""
+    body: bool = True
+    """Its requests have one."""
 
 
-_RESPONSE_ID = "[A-Za-z0-9_-]+"
+_STORED_PATH = "/v1/responses/{id:[A-Za-z0-9_-]+}"
 _RESPONSES_END = (b"response.completed", b"response.failed", b"response.incomplete", b"error")
 _MESSAGES_END = (b"message_stop", b"error")
 
@@ -63,8 +65,8 @@ GENERATE = (
     Way("/v1/messages", "decode", "anthropic", _MESSAGES_END),
 )
 STORED = (
-    ("GET", Way(f"/v1/responses/{{id:{_RESPONSE_ID}}}", "decode", "responses", _RESPONSES_END)),
-    ("POST", Way(f"/v1/responses/{{id:{_RESPONSE_ID}}}/cancel", "decode", "responses")),
+    ("GET", Way(_STORED_PATH, "decode", "responses", _RESPONSES_END, body=False)),
+    ("POST", Way(f"{_STORED_PATH}/cancel", "decode", "responses", body=False)),
 )
 _COMPUTE = """
     /tokenize /detokenize /v1/embeddings /v2/embed /pooling /classify /score /v1/score
@@ -90,7 +92,7 @@ class PassThrough:
         Raises :class:`TurnError` or :class:`~pd_router.errors.EngineRefused` while nothing has
         been sent.
         """
-        body, stripped = _body(raw, request.method)
+        body, stripped = _body(raw) if way.body else (None, 0)
         self._router.metrics.stripped.inc(stripped)
         leg, answer = await self._ask(way, request, body)
         try:
@@ -225,9 +227,7 @@ class PassThrough:
             self._stored.popitem(last=False)
 
 
-def _body(raw: bytes, method: str) -> tuple[dict[str, Any] | None, int]:
-    if method == "GET" or not raw:
-        return None, 0
+def _body(raw: bytes) -> tuple[dict[str, Any], int]:
     try:
         fields = jsonbytes.load(raw)
     except ValueError:

@@ -102,7 +102,10 @@ class StreamPipe:
                 self._draining.cancel()
             self._stop_splice()
         if self._failure is not None:
-            raise self._failure
+            try:
+                raise self._failure
+            finally:
+                self._failure = None  # Else they would keep each other.
 
     def interrupt(self, reason: str) -> None:
         """End the stream as if its leg had failed for ``reason``."""

@@ -39,6 +39,8 @@ class TurnState:
         )
         self.tap: IdsTap | None = None
         self.claimed: Handle | None = None
+        self._doubted: tuple[Leg, Handle, str] | None = None
+        """Prefill refused the request that it came with; whose fault that was, its repeat tells."""
         self.sent = False
         """An engine has seen the claimed handle."""
         self.prefilled_at = 0.0
@@ -54,6 +56,20 @@ class TurnState:
         self.sent = True
         self.facts.offered = handle.tokens
         self.router.metrics.handles_sent.labels(leg.name).inc()
+
+    def doubt(self, leg: Leg, handle: Handle, why: str) -> None:
+        """Go on without the handle; if that is refused too, it is as good as before."""
+        self.claimed, self._doubted = None, (leg, handle, why)
+
+    def settle_doubt(self, worked: bool) -> None:
+        """Say whether the request works without the handle that was doubted, if one was."""
+        doubted, self._doubted = self._doubted, None
+        if doubted is None:
+            return
+        leg, handle, why = doubted
+        self.claimed, self.sent = handle, worked
+        if worked:
+            self.readback_failed(leg, handle, why)
 
     def settle_claim(self, read: bool = False) -> None:
         """End the claim: back into the store if no engine has seen it, else it is used up, and
@@ -129,6 +145,7 @@ class TurnState:
 
     def end(self) -> None:
         """The turn is over: settle what is open, and tell of it."""
+        self.settle_doubt(worked=False)
         self.settle_claim()
         self.facts.count(self.router.metrics, None if self.trace is None else self.trace.hex_id)
         self.facts.log(self.settings.name)

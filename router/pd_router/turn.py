@@ -201,12 +201,14 @@ class Turn(TurnState):
                 except PrefillFailed as failure:
                     if handle is not None:
                         log.info("prefill on %s failed with a handle: %s", leg.name, failure)
-                        self.readback_failed(leg, handle, failure.label)
+                        settle = self.doubt if failure.refused else self.readback_failed
+                        settle(leg, handle, failure.label)
                     elif isinstance(failure.cause, Broken) and self.router.budget.take():
                         tried.add(leg)
                     else:
                         raise leg_error(failure.cause or LegFailure(leg, "failed")) from failure
                 else:
+                    self.settle_doubt(worked=True)
                     if handle is None or not self._read_other_tokens(answer, handle):
                         return self._prefilled(leg, answer, handle, sent_at)
                     log.warning("prefill on %s had other tokens than were proven", leg.name)

@@ -162,3 +162,4 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 
 from .pair import pair, receiver  # noqa: E402, F401
+from .routers import start  # noqa: E402, F401

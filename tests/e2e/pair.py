@@ -21,12 +21,10 @@ ALONE = {contract.DO_REMOTE_DECODE: False, contract.DO_REMOTE_PREFILL: False}
 FRESH = {contract.DO_REMOTE_DECODE: True, contract.DO_REMOTE_PREFILL: False}
 
 
+TOOL_ARGS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 DECODE_ARGS = [
     "--num-gpu-blocks-override",
     "96",
-    "--enable-auto-tool-choice",
-    "--tool-call-parser",
-    "hermes",
     "--reasoning-parser",
     "qwen3",
     "--structured-outputs-config",
@@ -52,8 +50,9 @@ def pair(deployment: Deployment, receiver: Receiver) -> Iterator["Pair"]:
     }
     spec["prefill"] = {**spec["prefill"], "prefix_caching": True}
     spec["kv_transfer"] = {**spec["kv_transfer"], "decode_ttl": "300s"}
-    args = {**spec["engine"]["extra_args"], "decode": DECODE_ARGS}
-    spec["engine"] = {**spec["engine"], "extra_args": args}
+    args = {**spec["engine"]["extra_args"], "all": TOOL_ARGS, "decode": DECODE_ARGS}
+    env = spec["engine"]["env"] | {"VLLM_ENABLE_RESPONSES_API_STORE": 1}
+    spec["engine"] = {**spec["engine"], "extra_args": args, "env": env}
     deployment.write()
     deployment.pdctl("up", "SPEC", "--bidir", "on")
     yield Pair(deployment, receiver)

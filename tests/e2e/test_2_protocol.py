@@ -1,8 +1,9 @@
 """What clients see through the router in front of real engines."""
 
-import functools
+import contextlib
 import json
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,7 +13,6 @@ from pd_connector import contract
 from pd_connector.contract import Outcome
 from pdctl.conversation import user_text
 from tests import fake_engine
-from tests.waiting import until
 
 from .conftest import ANSWER_TOKENS, Conversation, Deployment
 
@@ -29,11 +29,6 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
 
 def post(deployment: Deployment, path: str, body: dict[str, Any]) -> httpx.Response:
     return deployment.client.post(f"{deployment.router_url}{path}", json=body)
-
-
-def metric(deployment: Deployment, url: str, name: str) -> float:
-    lines = deployment.client.get(f"{url}/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -128,6 +123,67 @@ def test_the_fake_engine_has_the_real_ones_shapes(deployment: Deployment) -> Non
             assert set(chunks[-1]["choices"][0]) == fake_engine.LAST_CHAT_CHOICE_KEYS
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_the_fake_engines_other_streams_are_like_the_real_ones(
+    deployment: Deployment, path: str
+) -> None:
+    """Its events, in their order, are among the real ones, and so are their fields."""
+    alone = {contract.DO_REMOTE_DECODE: False, contract.DO_REMOTE_PREFILL: False}
+    body = chat("shapes", stream=True, kv_transfer_params=alone)
+    if path == "/v1/responses":
+        body |= {"input": "shapes", "max_output_tokens": 16}
+        del body["messages"]
+    with started_fake() as fake:
+        ours = events_of(httpx.post(f"{fake.url}{path}", json=body).text)
+    real = events_of(deployment.client.post(f"{deployment.decode_url}{path}", json=body).text)
+    places = [[event["type"] for event in real].index(event["type"]) for event in ours]
+    assert places == sorted(places)
+    assert ours[-1]["type"] == real[-1]["type"]
+    for event, place in zip(ours, places, strict=True):
+        assert event.keys() <= real[place].keys()
+        for name in ("response", "delta"):
+            if isinstance(event.get(name), dict):
+                assert event[name].keys() <= real[place][name].keys()
+    for events in (ours, real):
+        handles = [event.get("response", {}).get(contract.KV_TRANSFER_PARAMS) for event in events]
+        assert [bool(handle) for handle in handles if handle] == [True] * (path == "/v1/responses")
+        assert bool(handles[-1]) == (path == "/v1/responses")
+
+
+def test_the_fake_engines_other_answers_are_like_the_real_ones(deployment: Deployment) -> None:
+    wrong = {"model": "canary", "messages": "x"}
+    unknown = chat("x") | {"model": "nobody"}
+    with started_fake() as fake:
+        for fault, path, body in (
+            (None, "/tokenize", {"prompt": "x"}),
+            (400, "/v1/chat/completions", unknown),
+            (404, "/v1/messages", unknown),
+            (404, "/v1/messages/count_tokens", unknown),
+            (fake_engine.UNREAD_400, "/v1/messages", wrong),
+            (fake_engine.UNREAD_400, "/v1/chat/completions", wrong),
+            (fake_engine.NO_PATH, "/v1/embeddings", {"input": "x"}),
+        ):
+            fake.faults.extend([fault] if fault else [])
+            ours = httpx.post(f"{fake.url}{path}", json=body).json()
+            real = deployment.client.post(f"{deployment.decode_url}{path}", json=body).json()
+            assert ours.keys() == real.keys(), path
+            if isinstance(real.get("error"), dict):
+                assert ours["error"].keys() == real["error"].keys(), path
+
+
+@contextlib.contextmanager
+def started_fake() -> Iterator[fake_engine.FakeEngine]:
+    fake = fake_engine.FakeEngine("decode").start()
+    try:
+        yield fake
+    finally:
+        fake.stop()
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
 def test_a_clients_own_handle_is_ignored(deployment: Deployment) -> None:
     # On its own this ends an engine: do_remote_prefill without blocks.
     forged = chat("hello", kv_transfer_params={"do_remote_prefill": True})
@@ -146,27 +202,6 @@ def test_models_health_and_errors(deployment: Deployment) -> None:
     assert "max_tokens" in wrong.json()["error"]["message"]
     unknown = post(deployment, "/v1/chat/completions", chat("x") | {"model": "nobody"})
     assert unknown.status_code == 404
-
-
-def test_a_client_that_leaves_frees_its_blocks(deployment: Deployment) -> None:
-    body = chat(user_text(uuid.uuid4().hex, 2000), stream=True, max_tokens=4000)
-    url = f"{deployment.router_url}/v1/chat/completions"
-    with deployment.client.stream("POST", url, json=body) as response:
-        # Kept: a collected iterator would close the response.
-        chunks = response.iter_bytes()
-        assert next(chunks)
-        running = functools.partial(
-            metric, deployment, deployment.decode_url, "vllm:num_requests_running"
-        )
-        until("decode generates the answer", lambda: running() == 1)
-    for engine in (deployment.prefill_url, deployment.decode_url):
-        until(
-            "the engines are idle after the client has left",
-            lambda engine=engine: (
-                metric(deployment, engine, "vllm:num_requests_running") == 0
-                and metric(deployment, engine, "vllm:num_requests_waiting") == 0
-            ),
-        )
 
 
 def test_parallel_turns_of_one_conversation_share_no_handle(deployment: Deployment) -> None:

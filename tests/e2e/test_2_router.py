@@ -1,32 +1,23 @@
 """The router's choices on the real engine: whatever it does, answers are a plain request's."""
 
-import json
-import os
 import subprocess
-import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from pd_connector import contract, telemetry
 from pd_connector.contract import Outcome, Route
-from pd_connector.secret import lease_key
-from pdctl.conversation import user_text
 from pdctl.counters import router_counter
-from pdctl.plan import plan
-from pdctl.spec import load
 from tests.ports import free_ports
+from tests.programs import program
 from tests.waiting import until
 
 from .conftest import Deployment
-
-TOKENS = 16
-Start = Callable[..., str]
+from .routers import TOKENS, Chat, Start, leases, outcome, pins, read
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,99 +25,10 @@ def up(deployment: Deployment) -> None:
     deployment.pdctl("up", "SPEC", "--bidir", "on")
 
 
-@pytest.fixture(scope="module")
-def start(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start one more router of the deployment, with other settings; its URL."""
-    started: list[subprocess.Popen[bytes]] = []
-    folder = tmp_path_factory.mktemp("routers")
-
-    def start_router(**settings: Any) -> str:
-        spec = load(deployment.spec_file).spec
-        config = plan(spec, deployment.folder).router.config | settings
-        config["port"] = free_ports(1)[0]
-        path = folder / f"router-{config['port']}.json"
-        path.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "pd_router", "--config", str(path)]
-        with Path(f"{path}.log").open("wb") as log:
-            started.append(
-                subprocess.Popen(
-                    command,
-                    stdout=log,
-                    stderr=log,
-                    env=os.environ | {contract.SECRET_FILE_VARIABLE: str(secret(deployment))},
-                )
-            )
-        url = f"http://127.0.0.1:{config['port']}"
-        until("the router listens", lambda: listens(url))
-        return url
-
-    yield start_router
-    for process in started:
-        process.terminate()
-        process.wait(30)
-
-
-def secret(deployment: Deployment) -> Path:
-    """The file of the deployment's secret, which ``pdctl up`` made."""
-    return deployment.folder / "state" / deployment.name / "secret"
-
-
-def listens(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-class Chat:
-    """A conversation whose every answer is compared with a plain request's."""
-
-    def __init__(self, deployment: Deployment, url: str, **fields: Any) -> None:
-        self.deployment, self.url, self.fields = deployment, url, fields
-        self.seed = uuid.uuid4().hex
-        self.headers: dict[str, str] = {}
-        self.messages: list[dict[str, str]] = []
-
-    def say(self, characters: int = 400, **headers: str) -> httpx.Response:
-        text = user_text(f"{self.seed}-{len(self.messages)}", characters)
-        self.messages.append({"role": "user", "content": text})
-        body = {
-            "model": "canary",
-            "messages": self.messages,
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "seed": 0,
-            **self.fields,
-        }
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        answer = self.deployment.client.post(
-            f"{self.url}/v1/chat/completions", json=body, headers=self.headers | named
-        )
-        assert answer.status_code == 200, answer.text
-        said = answer.json()["choices"][0]["message"]["content"]
-        assert said == self.deployment.plain(self.messages, TOKENS)
-        self.messages.append({"role": "assistant", "content": said})
-        return answer
-
-    def copy(self) -> "Chat":
-        other = Chat(self.deployment, self.url, **self.fields)
-        other.messages = list(self.messages)
-        other.headers = dict(self.headers)
-        return other
-
-
-def outcome(answer: httpx.Response) -> str:
-    return answer.headers[contract.HEADER_REUSE]
-
-
-def read(answer: httpx.Response) -> int:
-    return int(answer.headers[contract.HEADER_TOKENS_READ])
-
-
 def test_short_turns_are_appended_and_can_be_read_back(
     deployment: Deployment, start: Start
 ) -> None:
-    chat = Chat(deployment, start(route="auto"), conversation_id=uuid.uuid4().hex)
+    chat = Chat(deployment, start(route="auto").url, conversation_id=uuid.uuid4().hex)
     assert chat.say(1500).headers[contract.HEADER_ROUTE] == Route.RECOMPUTE.value
     for _ in range(2):
         answer = chat.say(60)
@@ -137,7 +39,7 @@ def test_short_turns_are_appended_and_can_be_read_back(
 
 
 def test_token_ids_prove_a_history(deployment: Deployment, start: Start) -> None:
-    chat = Chat(deployment, start(reuse_proof="tokens"), conversation_id=uuid.uuid4().hex)
+    chat = Chat(deployment, start(reuse_proof="tokens").url, conversation_id=uuid.uuid4().hex)
     assert outcome(chat.say()) == Outcome.MISS.value
     for _ in range(2):
         answer = chat.say(100)
@@ -175,13 +77,30 @@ def test_branches_retries_and_requests_beside_a_conversation(deployment: Deploym
     assert [outcome(branch.say(50)) for branch in branches] == [Outcome.HIT.value] * 3
 
 
+def test_conversations_side_by_side(deployment: Deployment) -> None:
+    chats = [
+        Chat(deployment, deployment.router_url, conversation_id=uuid.uuid4().hex) for _ in range(6)
+    ]
+    seen: dict[Chat, list[str]] = {chat: [] for chat in chats}
+
+    def talk(chat: Chat) -> None:
+        seen[chat] += [outcome(chat.say(300)), outcome(chat.say(100))]
+
+    threads = [threading.Thread(target=talk, args=(chat,)) for chat in chats]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(seen.values()) == [[Outcome.MISS.value, Outcome.HIT.value]] * 6
+
+
 def test_a_history_without_an_id_and_two_tenants_with_one(
     deployment: Deployment, start: Start
 ) -> None:
     chat = Chat(deployment, deployment.router_url)
     chat.say()
     assert outcome(chat.say(50)) == Outcome.HIT.value
-    one = Chat(deployment, start(tenant_header="X-Tenant"), conversation_id="shared")
+    one = Chat(deployment, start(tenant_header="X-Tenant").url, conversation_id="shared")
     one.headers["X-Tenant"] = "one"
     one.say()
     two = one.copy()
@@ -194,15 +113,43 @@ def test_a_router_that_restarts_starts_without_handles(
     deployment: Deployment, start: Start
 ) -> None:
     conversation = uuid.uuid4().hex
-    chat = Chat(deployment, start(), conversation_id=conversation)
+    chat = Chat(deployment, start().url, conversation_id=conversation)
     chat.say()
-    chat.url = start()
+    chat.url = start().url
     assert outcome(chat.say(50)) == Outcome.MISS.value
     assert outcome(chat.say(50)) == Outcome.HIT.value
 
 
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    port = free_ports(1)[0]
+    command = [program("redis-server"), "--port", str(port), "--bind", "127.0.0.1"]
+    command += ["--save", "", "--appendonly", "no", "--dir", str(tmp_path)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    yield f"redis://127.0.0.1:{port}/0"
+    server.kill()
+    server.wait()
+
+
+def test_routers_share_a_conversation_and_its_handle_survives_them(
+    deployment: Deployment, start: Start, redis_url: str
+) -> None:
+    chat = Chat(deployment, "", conversation_id=uuid.uuid4().hex)
+    seen = []
+    one, two = start(state=redis_url), start(state=redis_url)
+    for router in (one, two, one):
+        chat.url = router.url
+        seen.append(outcome(chat.say(200)))
+    for router in (one, two):
+        router.process.terminate()
+        assert router.process.wait(30) == 0
+    chat.url = start(state=redis_url).url
+    seen.append(outcome(chat.say(200)))
+    assert seen == [Outcome.MISS.value, *[Outcome.HIT.value] * 3]
+
+
 def test_what_nobody_will_read_is_released(deployment: Deployment, start: Start) -> None:
-    url = start(max_branches=1)
+    url = start(max_branches=1).url
     before = pins(deployment)
     for _ in range(3):
         Chat(deployment, url, conversation_id="replaced").say(200)
@@ -213,7 +160,7 @@ def test_what_nobody_will_read_is_released(deployment: Deployment, start: Start)
 
 def test_a_conversation_that_pauses_keeps_its_blocks(deployment: Deployment, start: Start) -> None:
     """A router whose handles live for 1 s renews decode's lease of 300 s until it is used."""
-    chat = Chat(deployment, start(handle_ttl=1, handle_max_age=600), conversation_id="pause")
+    chat = Chat(deployment, start(handle_ttl=1, handle_max_age=600).url, conversation_id="pause")
     known = {turn["id"] for turn in leases(deployment)["turns"]}
     chat.say(200)
 
@@ -223,21 +170,3 @@ def test_a_conversation_that_pauses_keeps_its_blocks(deployment: Deployment, sta
 
     until("decode keeps it for as long as at first", renewed)
     assert outcome(chat.say(50)) == Outcome.HIT.value
-
-
-def pins(deployment: Deployment) -> int:
-    """Finished turns that decode keeps."""
-    kept: int = leases(deployment)["pins"]
-    return kept
-
-
-def leases(deployment: Deployment) -> dict[str, Any]:
-    """What decode tells of the turns that it keeps."""
-    key = lease_key(secret(deployment).read_bytes().strip())
-    answer = deployment.client.get(
-        f"{deployment.decode_url}{contract.ENGINE_LEASES_PATH}",
-        headers={contract.LEASE_KEY_HEADER: key},
-    )
-    assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told

@@ -1,5 +1,6 @@
 """Everything that ends reuse: answers stay right, nothing hangs, reuse comes back."""
 
+import json
 import os
 import signal
 import subprocess
@@ -56,11 +57,27 @@ def prefill_with(deployment: Deployment, text: str, handle: dict[str, Any]) -> s
     return outcome
 
 
-def test_decode_is_killed_between_turns(deployment: Deployment) -> None:
+def test_decode_is_killed_between_turns_and_amid_another(deployment: Deployment) -> None:
     stale = deployment.finished_turn(user_text("stale", 400))
     conversation = Conversation(deployment)
     conversation.say()
-    kill_group(deployment.status()["decode-0"])
+    decode = deployment.status()["decode-0"]
+    body = {
+        "model": "canary",
+        "messages": [{"role": "user", "content": user_text("amid", 400)}],
+        "max_tokens": 4000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    url = f"{deployment.router_url}/v1/chat/completions"
+    with deployment.client.stream("POST", url, json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+        kill_group(decode)
+        (*_, last) = (line for line in lines if line)
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["code"], "decode-0" in error["message"]) == (502, True)
+    assert "127.0.0.1" not in last
 
     away = deployment.client.post(
         f"{deployment.router_url}/v1/chat/completions",

@@ -58,7 +58,14 @@ def test_a_reader_that_dies_leaves_decode_whole(pair: Pair) -> None:
             # Far more tokens than there is time for.
             pair.post(pair.deployment.prefill_url, handle, prompt, 4000, ignore_eos=True)
 
+    answers: list[httpx.Response] = []
+
+    def ask_router() -> None:
+        body = {"model": "canary", "prompt": user_text(secrets.token_hex(4), 7000), "max_tokens": 1}
+        answers.append(pair.client.post(f"{pair.deployment.router_url}/v1/completions", json=body))
+
     readers = [threading.Thread(target=read, args=turn) for turn in turns]
+    readers.append(threading.Thread(target=ask_router))
     leader = pair.deployment.status()["prefill-0"]["pid"]
     for reader in readers:
         reader.start()
@@ -67,6 +74,10 @@ def test_a_reader_that_dies_leaves_decode_whole(pair: Pair) -> None:
     for reader in readers:
         reader.join(60)
         assert not reader.is_alive()
+    (refused,) = answers
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+    assert "prefill-0" in refused.json()["error"]["message"]
+    assert "127.0.0.1" not in refused.text
     # Released meanwhile: at once, or once the dead reader's claim lapses.
     answer = pair.leases(release=sorted(ids))
     assert {*answer["released"], *answer["reading"], *answer["unknown"]} == ids

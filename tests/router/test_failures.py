@@ -28,6 +28,20 @@ def test_a_prefill_that_fails_with_a_handle_is_repeated_without(
     assert chat.say("More").outcome == "hit"
 
 
+def test_what_a_client_gets_wrong_costs_no_handle_and_no_pair(start_router: StartRouter) -> None:
+    router = start_router()
+    chats = [Chat(router, f"c{number}") for number in range(4)]
+    for chat in chats:
+        chat.say("Hello")
+    for status, chat in zip((400, 422, 400, 422), chats, strict=True):
+        # With the handle and without it.
+        router.prefill[0].faults.extend([status, status])
+        assert chat.say("Again", temperature="hot").status == status
+    assert router.metric("pd_router_pair_up", prefill_leg="prefill-0", decode_leg="decode-0") == 1
+    assert [chat.say("Again").outcome for chat in chats] == ["hit"] * 4
+    assert router.decode[0].released_turns == []
+
+
 def test_a_readback_that_hangs_is_given_up(router: Router, conversation: str) -> None:
     chat = Chat(router, conversation)
     chat.say("Hello")

@@ -167,3 +167,27 @@ def test_a_deadline_that_came_late_counts(start_router: StartRouter) -> None:
     chat.say("Again")
     # Its engine keeps the new turn for 30 s of the 480 s that the settings say.
     assert chat.say("More").outcome == "expired"
+
+
+@pytest.mark.parametrize("gap", [True, False], ids=["seen down", "unseen"])
+def test_a_restart_is_told_once_and_costs_no_later_handle(
+    start_router: StartRouter, gap: bool
+) -> None:
+    router = start_router()
+    chat, engine = Chat(router, "c"), router.decode[0]
+    chat.say("Hello")
+    wait_for(lambda: engine.looked_at, "its start is known")
+    if gap:
+        engine.stop()
+        wait_for(lambda: router.get("/health").status_code == 503, "it is down")
+        engine.start()
+        wait_for(lambda: router.get("/health").status_code == 200, "it is back")
+    else:
+        engine.restart()
+    chat.say("Again")
+    looked = engine.looked_at
+    wait_for(lambda: engine.looked_at > looked, "its start is looked at again")
+    # What that look finds is done with when the next answer of the router has come.
+    router.get("/health")
+    assert chat.say("More").outcome == "hit"
+    assert router.metric("pd_router_leg_restarts_total", leg="decode-0") == 1

@@ -7,6 +7,8 @@ import httpx
 import pytest
 from router_rig import Router, StartRouter, wait_for
 
+from fake_engine import NO_PATH, UNREAD_400
+
 COMPUTE = (
     "/detokenize /v1/embeddings /v2/embed /pooling /classify /score /v1/score "
     "/rerank /v1/rerank /v2/rerank /v1/messages/count_tokens"
@@ -66,8 +68,9 @@ def test_streams_are_passed_on_byte_for_byte_but_for_the_handle(
     answer = router.post(body, path)
     direct = httpx.post(router.decode[0].url + path, json=body).content
     expected = events(direct)
-    last = expected[-1][1].get("response", {})
-    last.pop("kv_transfer_params", None)
+    for _, event in expected:
+        for name in ("kv_transfer_params", "ec_transfer_params"):
+            event.get("response", {}).pop(name, None)
     assert events(answer.raw) == expected
     if path == "/v1/messages":
         assert answer.raw == direct
@@ -127,6 +130,42 @@ def test_errors_have_the_form_that_the_client_reads(router: Router) -> None:
     assert (answer.status, answer.json["type"]) == (400, "error")
     for body in (b"{", b"[]", b'{"a":' * 5000):
         assert router.post(body, "/v1/messages").json["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_an_engines_refusal_has_the_form_of_its_path(
+    router: Router, path: str, status: int
+) -> None:
+    """vLLM answers in OpenAI's form what it refuses before it looks at the path."""
+    engine = router.prefill[0] if path.endswith("count_tokens") else router.decode[0]
+    engine.faults.append(UNREAD_400 if status == 400 else status)
+    answer = router.post({"messages": "x"}, path)
+    assert (answer.status, answer.json["type"]) == (status, "error")
+    error = answer.json["error"]
+    assert error.keys() == {"type", "message"}
+    if status == 400:
+        assert error["type"] == "invalid_request_error"
+        assert error["message"].startswith("1 validation error")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings"])
+def test_a_path_that_the_engine_lacks_is_an_error_of_its_form(router: Router, path: str) -> None:
+    for engine in router.engines:
+        engine.faults.append(NO_PATH)
+    answer = router.post({"input": "x"}, path)
+    assert (answer.status, answer.json["error"]["message"]) == (404, "Not Found")
+    assert ("type" in answer.json) == (path == "/v1/messages")
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/score"]
+)
+def test_no_body_is_no_request(router: Router, path: str) -> None:
+    answer = router.post(b"", path)
+    assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+    assert answer.json["error"]["message"] == "The request body is not valid JSON."
+    assert [each.others for each in router.engines] == [[], []]
 
 
 @pytest.mark.parametrize(
