@@ -21,7 +21,7 @@ packages:
 
 setup: $(SETUP)
 
-$(SETUP): pyproject.toml requirements/engine-cpu.txt
+$(SETUP): pyproject.toml setup.py router/pd_router/_splice.c requirements/engine-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "$(PYTHON) is older than 3.10; run: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@echo "== setting up $(VENV) (about 3 GB)"
