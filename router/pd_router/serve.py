@@ -162,9 +162,9 @@ def _raise_file_limit() -> None:
 
 
 def _calm_collector() -> None:
-    """Collect cycles less often than usual: a turn that ends well leaves none, and each
+    """Collect cycles less often than usual: turns leave none, however they end, and each
     collection is a pause for all streams. Held handles are not walked: with 100,000 of them a
-    whole collection takes 2 to 6 ms; what broken turns leave would pile up without any."""
+    whole collection takes 2 to 6 ms."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
