@@ -72,6 +72,7 @@ class StreamPipe:
         self._on_first: Callable[[], None] | None = on_first
         self._tail = b""
         """The last events: they go with the end of the body, in one write, if it comes soon."""
+        self._tail_timer: asyncio.TimerHandle | None = None
         self._draining: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         encrypted = transport.get_extra_info("sslcontext") is not None
@@ -113,8 +114,7 @@ class StreamPipe:
 
     async def finish(self, response: web.StreamResponse) -> None:
         """End the client's body, once it has taken what waits for it."""
-        end = response.write_eof(self._tail)
-        self._tail = b""
+        end = response.write_eof(self._take_tail())
         if not self._transport.get_write_buffer_size():
             await end  # Nothing to wait for.
             return
@@ -126,10 +126,17 @@ class StreamPipe:
 
     def write(self, data: bytes) -> None:
         """Send bytes of the body to the client."""
-        data, self._tail = self._tail + data, b""
+        data = self._take_tail() + data
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self._transport.write(data)
+
+    def _take_tail(self) -> bytes:
+        tail, self._tail = self._tail, b""
+        if self._tail_timer is not None:
+            self._tail_timer.cancel()
+            self._tail_timer = None
+        return tail
 
     def _flush(self) -> None:
         if self._tail and not self._transport.is_closing():
@@ -147,8 +154,9 @@ class StreamPipe:
             self._give_up(ConnectionResetError("the client has gone"))
             return
         if self._relay.done:
-            if not self._tail:
-                asyncio.get_running_loop().call_later(_TAIL_SECONDS, self._flush)
+            if self._tail_timer is None:
+                loop = asyncio.get_running_loop()
+                self._tail_timer = loop.call_later(_TAIL_SECONDS, self._flush)
             self._tail += events
         else:
             self.write(events)
