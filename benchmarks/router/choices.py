@@ -56,13 +56,15 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, list[dict[str,
     ports = free_ports(3)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     legs = [("prefill", urls[0]), ("decode", urls[1])]
-    config = pd_router(folder, ports[2], legs, log_level="warning")[-1]
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     with process(engine(ports[0])), process(engine(ports[1])):
         for url in urls[:2]:
             wait_for(url + "/health")
         for _ in range(given.rounds):
             for name, variant in VARIANTS.items():
+                # What is exchanged are parts of what there is without the native part.
+                native = not variant
+                config = pd_router(folder, ports[2], legs, log_level="warning", native=native)[-1]
                 command = [sys.executable, __file__, "--serve", variant, config]
                 with process(command) as router:
                     wait_for(urls[2] + "/health")
@@ -77,18 +79,9 @@ def serve(variant: str, config: str) -> int:
     from pd_router.__main__ import main as router  # noqa: PLC0415
 
     exchange = {"loop": use_asyncio, "json": use_json, "parse": parse_each, "queue": use_queue}
-    if variant:
-        # The others are parts of what there is without it.
-        use_no_native_part()
     if variant in exchange:
         exchange[variant]()
     return router(["--config", config])
-
-
-def use_no_native_part() -> None:
-    from pd_router import splicing  # noqa: PLC0415
-
-    splicing._splice = None  # type: ignore[assignment]
 
 
 def use_asyncio() -> None:

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from pd_router.splicing import plain_socket
+
 MAX_HEAD = 64 << 10
 """Bytes of an answer's headers."""
 
@@ -134,13 +136,10 @@ class Connection(asyncio.Protocol):
     def boundary(self) -> int | None:
         """The socket's number, if what comes next on it is the start of a chunk and it can be
         lent: it is not encrypted."""
-        transport = self._transport
         at_start = self._chunked and not self._in_chunk and self._last.endswith(b"\r\n")
-        if self._whole or self._paused or not at_start or transport is None:
+        if self._whole or self._paused or not at_start or self._transport is None:
             return None
-        if transport.is_closing() or transport.get_extra_info("sslcontext") is not None:
-            return None
-        return int(transport.get_extra_info("socket").fileno())
+        return plain_socket(self._transport)
 
     def lend(self, silence: Callable[[], float]) -> None:
         """Read nothing until :meth:`take_back`; ``silence`` tells for how many seconds the

@@ -15,7 +15,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from pd_router.engines import EngineAnswer, LegFailure, answer_failures
 from pd_router.relay import StreamRelay
-from pd_router.splicing import Splice, Splices, client_has_gone
+from pd_router.splicing import Splice, Splices, client_has_gone, plain_socket
 from pd_router.sse import EventTooLarge
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class StreamPipe:
         self._tail_timer: asyncio.TimerHandle | None = None
         self._draining: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        encrypted = transport.get_extra_info("sslcontext") is not None
-        self._splices = splices if chunked and not encrypted else None
+        self._splices = splices if chunked else None
         self._splice: Splice | None = None
         self._splice_asked = False
         self.task: asyncio.Task[object] | None = None
@@ -173,13 +172,16 @@ class StreamPipe:
 
     def _begin_splice(self, splices: Splices) -> None:
         self._splice_asked = False
-        marks, source = self._relay.marks, self._engine.boundary()
-        written = not (self._tail or self._transport.get_write_buffer_size())
         # Once it is over its connection may have begun with another answer.
-        gone = self not in _open or self.ended or self._transport.is_closing()
-        if not written or self._draining or gone or marks is None or source is None:
+        if self not in _open or self._failure is not None or self._engine.end.done():
             return
-        target = self._transport.get_extra_info("socket").fileno()
+        written = not (self._tail or self._transport.get_write_buffer_size())
+        if not written or self._draining is not None:
+            return
+        marks, source = self._relay.marks, self._engine.boundary()
+        target = plain_socket(self._transport)
+        if marks is None or source is None or target is None:
+            return
         try:
             splice = splices.begin(source, target, marks, self._relay.notes, self._on_report)
         except OSError:
@@ -215,11 +217,6 @@ class StreamPipe:
         if self._failure is None:
             self._failure = failure
             asyncio.get_running_loop().call_soon(self._engine.fail, failure)
-
-    @property
-    def ended(self) -> bool:
-        """Nothing more of decode's answer is passed on."""
-        return self._failure is not None or self._engine.end.done()
 
     async def _drain(self) -> None:
         try:

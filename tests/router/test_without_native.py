@@ -1,7 +1,11 @@
 """Nothing but the cost of streams depends on the native part."""
 
+import importlib.util
+import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 from raw_engine import spliced
@@ -23,6 +27,15 @@ print(asyncio.run(opened()))
 def run(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(
+    not (shutil.which("cc") and Path(sysconfig.get_path("include"), "Python.h").exists()),
+    reason="no C compiler, or Python has no headers",
+)
+def test_it_is_there_where_it_can_be_built() -> None:
+    """A fault in it makes no installation fail; it would be missed nowhere but here."""
+    assert importlib.util.find_spec("pd_router._splice") is not None
 
 
 def test_its_absence_is_told_and_no_error() -> None:
