@@ -37,6 +37,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self._head: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
         self._sink: Sink | None = None
         self._early: list[bytes] = []
         self._head_size = 0
@@ -63,9 +64,7 @@ class Connection(asyncio.Protocol):
         """
         self._parser = httptools.HttpResponseParser(self)
         self._head = self._loop.create_future()
-        self._end = self._loop.create_future()
-        # Nobody may come to wait for it.
-        self._end.add_done_callback(_retrieve)
+        self._end = self._failure = None
         self._sink, self._early = None, []
         self._whole = self._reusable = False
         if self._transport is None:
@@ -79,8 +78,7 @@ class Connection(asyncio.Protocol):
         Raises as :meth:`ask` does.
         """
         self.attach(sink)
-        assert self._end is not None
-        await self._end
+        await self.end
 
     def attach(self, sink: Sink) -> None:
         """From now on ``sink`` gets the pieces of the body; it must not raise."""
@@ -91,12 +89,25 @@ class Connection(asyncio.Protocol):
 
     @property
     def end(self) -> "asyncio.Future[None]":
-        """Done when the body is whole, or with what went wrong."""
-        assert self._end is not None
+        """Done when the body is whole, or with what went wrong. To be awaited."""
+        if self._end is None:
+            self._end = self._loop.create_future()
+            if self._failure is not None:
+                self._end.set_exception(self._failure)
+            elif self._whole:
+                self._end.set_result(None)
         return self._end
+
+    @property
+    def whole(self) -> bool:
+        """The body has arrived to its end."""
+        return self._whole
 
     async def read(self) -> bytes:
         """The whole body. Raises as :meth:`ask` does."""
+        if self._whole and self._sink is None:
+            early, self._early = self._early, []
+            return b"".join(early)
         pieces: list[bytes] = []
         await self.stream(pieces.append)
         return b"".join(pieces)
@@ -164,7 +175,8 @@ class Connection(asyncio.Protocol):
         self.resume()
         # What refers to the connection, or to what has been waiting for it, is let go: with no
         # cycle left a broken stream's memory is free at once.
-        self._sink = self._lent = self._parser = self._head = self._end = None
+        self._sink = self._lent = self._parser = None
+        self._head = self._end = self._failure = None
         self._last = b""
         if self._transport is None:
             return
@@ -268,6 +280,8 @@ class Connection(asyncio.Protocol):
             self._end.set_result(None)
 
     def fail(self, failure: Exception) -> None:
+        if not self._whole and self._failure is None:
+            self._failure = failure
         for future in (self._head, self._end):
             if future is not None and not future.done():
                 future.set_exception(failure)
@@ -279,11 +293,6 @@ class Connection(asyncio.Protocol):
             self._expiry = None
         if self in self._idle:
             self._idle.remove(self)
-
-
-def _retrieve(future: "asyncio.Future[None]") -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 class Origin:
@@ -315,12 +324,16 @@ class Origin:
         lines += [b"\r\n", body or b""]
         return b"".join(lines)
 
-    async def connection(self, connect_seconds: float) -> Connection:
-        """A connection that is ready. Raises :class:`OSError` or :class:`asyncio.TimeoutError`."""
+    def idle_connection(self) -> Connection | None:
+        """A connection that is ready; None: there is none."""
         while self._idle:
             connection = self._idle.pop()
             if connection.take():
                 return connection
+        return None
+
+    async def connect(self, connect_seconds: float) -> Connection:
+        """A new connection. Raises :class:`OSError` or :class:`asyncio.TimeoutError`."""
         loop = asyncio.get_running_loop()
         connect = loop.create_connection(
             lambda: Connection(self._idle), self._host, self._port, ssl=self._tls

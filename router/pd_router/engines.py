@@ -2,8 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from pd_router.enginehttp import Connection, Origin
 from pd_router.legs import Leg
@@ -33,18 +32,21 @@ class TimedOut(LegFailure):
     """The leg was reached and stayed silent for too long."""
 
 
-@contextmanager
-def _connect_failures(leg: Leg) -> Iterator[None]:
-    try:
-        yield
-    except asyncio.TimeoutError as error:
-        raise NotReached(leg, "connect timed out") from error
-    except socket.gaierror as error:
-        raise NotReached(leg, "host name not resolved") from error
-    except ConnectionRefusedError as error:
-        raise NotReached(leg, "connection refused") from error
-    except OSError as error:
-        raise NotReached(leg, "connection failed") from error
+def _not_reached(leg: Leg, error: Exception) -> NotReached:
+    if isinstance(error, asyncio.TimeoutError):
+        return NotReached(leg, "connect timed out")
+    if isinstance(error, socket.gaierror):
+        return NotReached(leg, "host name not resolved")
+    if isinstance(error, ConnectionRefusedError):
+        return NotReached(leg, "connection refused")
+    return NotReached(leg, "connection failed")
+
+
+def failed(leg: Leg, error: Exception) -> LegFailure:
+    """What an :class:`OSError` or a timeout after the connect is to whoever asked the leg."""
+    if isinstance(error, asyncio.TimeoutError):
+        return TimedOut(leg, "no answer in time")
+    return Broken(leg, "connection broke")
 
 
 class EngineAnswer:
@@ -68,23 +70,14 @@ class EngineAnswer:
 
     async def read(self) -> bytes:
         """The whole body. Raises :class:`LegFailure`."""
-        with answer_failures(self.leg):
+        try:
             return await self._connection.read()
+        except (asyncio.TimeoutError, OSError) as error:
+            raise failed(self.leg, error) from error
 
     def close(self) -> None:
         """Give the connection back, or drop it if the answer is not whole."""
         self._connection.close()
-
-
-@contextmanager
-def answer_failures(leg: Leg) -> Iterator[None]:
-    """Turn what happens after the connect into :class:`LegFailure`."""
-    try:
-        yield
-    except asyncio.TimeoutError as error:
-        raise TimedOut(leg, "no answer in time") from error
-    except OSError as error:
-        raise Broken(leg, "connection broke") from error
 
 
 class Engines:
@@ -155,12 +148,18 @@ class Engines:
         """:meth:`post` for any method."""
         origin = self._origin(leg)
         request = origin.request(method, path, headers, body)
-        with _connect_failures(leg):
-            connection = await origin.connection(CONNECT_SECONDS)
+        connection = origin.idle_connection()
+        if connection is None:
+            try:
+                connection = await origin.connect(CONNECT_SECONDS)
+            except (asyncio.TimeoutError, OSError) as error:
+                raise _not_reached(leg, error) from error
         try:
             connection.bound(total, idle)
-            with answer_failures(leg):
-                await connection.ask(request)
+            await connection.ask(request)
+        except (asyncio.TimeoutError, OSError) as error:
+            connection.close()
+            raise failed(leg, error) from error
         except BaseException:
             connection.close()
             raise

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from pd_router.engines import EngineAnswer, LegFailure, answer_failures
+from pd_router.engines import EngineAnswer, LegFailure, failed
 from pd_router.relay import StreamRelay
 from pd_router.splicing import Splice, Splices, client_has_gone, plain_socket
 from pd_router.sse import EventTooLarge
@@ -90,11 +90,12 @@ class StreamPipe:
         self.task = asyncio.current_task()
         _open.add(self)
         try:
-            with answer_failures(self._answer.leg):
-                self._engine.attach(self._take)
-                await self._engine.end
-        except Exception:
+            self._engine.attach(self._take)
+            await self._engine.end
+        except Exception as error:
             if self._failure is None:
+                if isinstance(error, asyncio.TimeoutError | OSError):
+                    raise failed(self._answer.leg, error) from error
                 raise
         finally:
             _open.discard(self)
@@ -173,7 +174,7 @@ class StreamPipe:
     def _begin_splice(self, splices: Splices) -> None:
         self._splice_asked = False
         # Once it is over its connection may have begun with another answer.
-        if self not in _open or self._failure is not None or self._engine.end.done():
+        if self not in _open or self._failure is not None or self._engine.whole:
             return
         written = not (self._tail or self._transport.get_write_buffer_size())
         if not written or self._draining is not None:

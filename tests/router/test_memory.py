@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from pd_router.enginehttp import Connection
-from pd_router.engines import Engines, LegFailure, answer_failures
+from pd_router.engines import Engines, LegFailure, failed
 from pd_router.legs import Leg
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -33,9 +33,10 @@ async def exchange(url: str, leave: bool) -> None:
     answer = await engines.post(leg, "/", b"{}", {}, idle=60)
     first = asyncio.Event()
     try:
-        with answer_failures(leg):
-            answer.connection.attach(lambda piece: first.set())
-            await (first.wait() if leave else answer.connection.end)
+        answer.connection.attach(lambda piece: first.set())
+        await (first.wait() if leave else answer.connection.end)
+    except (asyncio.TimeoutError, OSError) as error:
+        raise failed(leg, error) from error
     finally:
         answer.close()
 
