@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _check(settings)
     # A turn's line needs none of these.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None
     logging.basicConfig(
         level=settings.log_level.upper(),
         format="%(asctime)s %(levelname)s %(message)s",

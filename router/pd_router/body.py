@@ -66,11 +66,13 @@ class TurnBody:
             self.fields.pop("request_id", None)
         self.stripped = strip(self.fields)
         """How many engine-to-engine fields the client had set."""
-        shared = {name: v for name, v in self.fields.items() if name not in _ANSWER_FIELDS}
+        self._answer_only: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
+        for name, value in self.fields.items():
+            (self._answer_only if name in _ANSWER_FIELDS else shared)[name] = value
         self._shared = jsonbytes.dump(shared)[:-1]
-        self._answer_only = {
-            name: value for name, value in self.fields.items() if name in _ANSWER_FIELDS
-        }
+        self.needs_decode_alone = self._needs_decode_alone()
+        """Prefill and decode would not work on one and the same prompt."""
 
     def for_prefill(self, params: bytes, *, token_ids: bool = False) -> bytes:
         """The body for prefill; ``params`` is the ``kv_transfer_params`` JSON.
@@ -120,10 +122,8 @@ class TurnBody:
         options = self.fields.get("stream_options")
         return options if isinstance(options, dict) else {}
 
-    def needs_decode_alone(self) -> bool:
-        """True if prefill and decode would not work on one and the same prompt.
-
-        Every choice and every prompt of a request gets the same ``kv_transfer_params``, so
+    def _needs_decode_alone(self) -> bool:
+        """Every choice and every prompt of a request gets the same ``kv_transfer_params``, so
         that several would read blocks of another prompt, or blocks that the first read has
         freed. Beam search and embeddings drop the parameters, and ``prompt_logprobs`` need
         the prompt computed where they are asked for. ``truncate_prompt_tokens`` cuts by
@@ -160,7 +160,9 @@ def _read(endpoint: Endpoint, raw: bytes) -> dict[str, Any]:
 
 def strip(fields: dict[str, Any]) -> int:
     """Remove what no client may set; says how many there were."""
-    stripped = sum(fields.pop(name, None) is not None for name in _ENGINE_FIELDS)
+    stripped = 0
+    for name in _ENGINE_FIELDS:
+        stripped += fields.pop(name, None) is not None
     xargs = fields.get(_XARGS)
     if isinstance(xargs, dict):
         stripped += sum(xargs.pop(name, None) is not None for name in _ENGINE_FIELDS)

@@ -9,10 +9,11 @@ FORWARDED_HEADERS = ("Authorization", REQUEST_ID_HEADER, "traceparent", "tracest
 
 def engine_headers(sent: Mapping[str, str]) -> dict[str, str]:
     """Those of a request's headers that go to an engine."""
-    return {
-        name: sent[name]
-        for name in FORWARDED_HEADERS
-        if name in sent
-        and sent[name].isascii()
-        and (name != REQUEST_ID_HEADER or safe_request_id(sent[name]))
-    }
+    headers = {}
+    for name in FORWARDED_HEADERS:
+        value = sent.get(name)
+        if value is None or not value.isascii():
+            continue
+        if name != REQUEST_ID_HEADER or safe_request_id(value):
+            headers[name] = value
+    return headers

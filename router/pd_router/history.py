@@ -9,7 +9,6 @@ to doubt that, the tokens themselves must be proven.
 import hashlib
 import sys
 from array import array
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
@@ -40,8 +39,7 @@ class Continuation(Enum):
     """It continues the turn as far as messages tell; only token ids prove it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True, gc=False):
     """A prompt beside an earlier turn."""
 
     continuation: Continuation
@@ -88,13 +86,15 @@ _NOT_PROMPT = frozenset(_NOT_PROMPT_NAMES.split())
 # Chat fields that steer the template: with them a turn is known to be rendered differently
 # once it is history (tools before the last user message, an empty think block after the
 # generation prompt).
-_STEERS_TEMPLATE = (
-    "tools",
-    "functions",
-    "documents",
-    "chat_template",
-    "chat_template_kwargs",
-    "reasoning_effort",
+_STEERS_TEMPLATE = frozenset(
+    (
+        "tools",
+        "functions",
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+        "reasoning_effort",
+    )
 )
 
 _REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
@@ -107,16 +107,19 @@ class ChatPrompt:
     kind = "chat"
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        messages = fields["messages"]
-        self._canonical = [_canonical(message) for message in messages]
-        self._answers: list[bool] = [m.get("role") == "assistant" for m in messages]
-        self._doubtful = [
-            _shows_reasoning(message) or not _is_text(message) for message in messages
-        ]
-        self._steered = any(fields.get(name) is not None for name in _STEERS_TEMPLATE) or (
-            fields.get("include_reasoning") is False
+        self._canonical: list[bytes] = []
+        self._answers: list[bool] = []
+        self._doubtful: list[bool] = []
+        self.only_text = True
+        for message in fields["messages"]:
+            self._canonical.append(_canonical(message))
+            self._answers.append(message.get("role") == "assistant")
+            text = _is_text(message)
+            self._doubtful.append(not text or _shows_reasoning(message))
+            self.only_text &= text
+        self._steered = fields.get("include_reasoning") is False or not (
+            _STEERS_TEMPLATE.isdisjoint(name for name in fields if fields[name] is not None)
         )
-        self.only_text = all(map(_is_text, messages))
         self._context = _context(fields)
         self._state = hashlib.blake2b(self._context, digest_size=16)
         self._chain = _chain(self._state, self._canonical)
@@ -269,7 +272,7 @@ def read_prompt(endpoint: Endpoint, fields: dict[str, Any]) -> Prompt | None:
         opened = fields.get("continue_final_message") or (
             fields.get("add_generation_prompt") not in (None, True)
         )
-        if opened or not all(_is_message(message) for message in messages):
+        if opened or not all(map(_is_message, messages)):
             return None
         return ChatPrompt(fields)
     prompt = fields["prompt"]
@@ -316,6 +319,10 @@ def _canonical(message: dict[str, Any]) -> bytes:
     Reasoning of an assistant message is left out: clients send it back or not, and with it
     only the tokens count (:attr:`Past.needs_tokens`).
     """
+    role, content = message.get("role"), message.get("content")
+    if len(message) == 2 and role is not None and content and type(content) is str:
+        # As nearly every message is; what follows says the same of it.
+        return jsonbytes.dump((("content", content), ("role", role)))
     kept = {name: value for name, value in message.items() if value is not None and value != []}
     if kept.get("content") == "":
         del kept["content"]
@@ -353,13 +360,15 @@ def _context(fields: dict[str, Any]) -> bytes:
 def _shows_reasoning(message: dict[str, Any]) -> bool:
     if message.get("role") != "assistant":
         return False
+    for name in _REASONING_FIELDS:
+        if message.get(name) is not None:
+            return True
     content = message.get("content")
     if isinstance(content, list):
         content = " ".join(str(part.get("text")) for part in content)
-    text = content or ""
-    return any(message.get(name) is not None for name in _REASONING_FIELDS) or any(
-        mark in text for mark in _REASONING_MARKS
-    )
+    if not content or (">" not in content and "]" not in content):
+        return False  # A look for one character costs next to nothing.
+    return any(mark in content for mark in _REASONING_MARKS)
 
 
 def _text_hides_tokens(answer: Answer) -> bool:
@@ -371,8 +380,7 @@ def _chain(state: Any, parts: list[bytes]) -> list[bytes]:
     """Digests of what ``state`` has taken in and the first 0, 1, 2, ... parts more."""
     digests = [state.digest()]
     for part in parts:
-        state.update(len(part).to_bytes(8, "big"))
-        state.update(part)
+        state.update(len(part).to_bytes(8, "big") + part)
         digests.append(state.digest())
     return digests
 

@@ -2,16 +2,16 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from pd_connector import contract
 from pd_router.history import Past, Prompt
 from pd_router.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True, gc=False):
     """One request's tenant and conversation."""
 
     tenant: bytes
@@ -50,10 +50,16 @@ def identify(headers: Mapping[str, str], named: Any, settings: Settings) -> Iden
     Args:
         named: the body's ``conversation_id``, which goes before any header.
     """
-    names = (*contract.CONVERSATION_HEADERS, *settings.conversation_headers)
-    candidates = [named, *(headers.get(name) for name in names)]
-    texts = (str(c) for c in candidates if isinstance(c, str | int) and c != "")
-    return Identity(_tenant(headers, settings.tenant_header), next(texts, None))
+    return Identity(_tenant(headers, settings.tenant_header), _name(headers, named, settings))
+
+
+def _name(headers: Mapping[str, str], named: Any, settings: Settings) -> str | None:
+    if isinstance(named, str | int) and named != "":
+        return str(named)
+    for name in (*contract.CONVERSATION_HEADERS, *settings.conversation_headers):
+        if found := headers.get(name):
+            return found
+    return None
 
 
 def _tenant(headers: Mapping[str, str], header: str | None) -> bytes:

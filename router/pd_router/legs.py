@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
@@ -45,17 +44,30 @@ class Leg:
     def usable(self) -> bool:
         return self.down is None and not self.draining
 
-    @contextmanager
-    def serving(self, tokens: int = 0) -> Iterator[None]:
+    def serving(self, tokens: int = 0) -> "Serving":
         """Counts one request in flight, and the tokens that it has to compute."""
         self.in_flight += 1
         self.served += 1
         self.tokens += tokens
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-            self.tokens -= tokens
+        return Serving(self, tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Serving:
+    """A request in flight; it is over with :meth:`end`, or as a context."""
+
+    leg: Leg
+    tokens: int
+
+    def end(self) -> None:
+        self.leg.in_flight -= 1
+        self.leg.tokens -= self.tokens
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
 
 class Legs:
@@ -139,6 +151,8 @@ def _least_loaded(
     role: Role, legs: list[Leg], tried: Collection[Leg], good: Callable[[Leg], bool]
 ) -> Leg:
     up = [leg for leg in legs if leg.usable and leg not in tried]
+    if len(up) == 1:
+        return up[0]
     if not up:
         raise _none_up(role, legs)
     best = [leg for leg in up if good(leg)] or up

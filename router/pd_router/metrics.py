@@ -1,7 +1,7 @@
 """The router's Prometheus metrics, made from the records of :mod:`pd_connector.telemetry`."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -15,27 +15,44 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 """Label values and value."""
 
 
+Kind = TypeVar("Kind", Counter, Histogram)
+
+
+class Labelled(Generic[Kind]):
+    """A metric with labels, of which those of one set of values are found again at once."""
+
+    def __init__(self, metric: Kind) -> None:
+        self._metric: Kind = metric
+        self._known: dict[tuple[str, ...], Kind] = {}
+
+    def labels(self, *values: str) -> Kind:
+        known = self._known.get(values)
+        if known is None:
+            known = self._known[values] = self._metric.labels(*values)
+        return known
+
+
 class Metrics:
     """One registry per process."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.turns = self._counter(telemetry.ROUTER_TURNS)
-        self.routes = self._counter(telemetry.ROUTER_ROUTES)
-        self.tokens = self._counter(telemetry.ROUTER_TOKENS)
-        self.ttft = self._histogram(telemetry.ROUTER_TTFT)
-        self.prefill = self._histogram(telemetry.ROUTER_PREFILL)
-        self.readback = self._histogram(telemetry.ROUTER_READBACK)
+        self.turns = Labelled(self._counter(telemetry.ROUTER_TURNS))
+        self.routes = Labelled(self._counter(telemetry.ROUTER_ROUTES))
+        self.tokens = Labelled(self._counter(telemetry.ROUTER_TOKENS))
+        self.ttft = Labelled(self._histogram(telemetry.ROUTER_TTFT))
+        self.prefill = Labelled(self._histogram(telemetry.ROUTER_PREFILL))
+        self.readback = Labelled(self._histogram(telemetry.ROUTER_READBACK))
         self.handles_stored = self._counter(telemetry.ROUTER_HANDLES_STORED)
-        self.handles_sent = self._counter(telemetry.ROUTER_HANDLES_SENT)
-        self.handles_refused = self._counter(telemetry.ROUTER_HANDLES_REFUSED)
-        self.handles_dropped = self._counter(telemetry.ROUTER_HANDLES_DROPPED)
+        self.handles_sent = Labelled(self._counter(telemetry.ROUTER_HANDLES_SENT))
+        self.handles_refused = Labelled(self._counter(telemetry.ROUTER_HANDLES_REFUSED))
+        self.handles_dropped = Labelled(self._counter(telemetry.ROUTER_HANDLES_DROPPED))
         self.handle_age = self._histogram(telemetry.ROUTER_HANDLE_AGE)
-        self.prefill_retries = self._counter(telemetry.ROUTER_PREFILL_RETRIES)
+        self.prefill_retries = Labelled(self._counter(telemetry.ROUTER_PREFILL_RETRIES))
         self.stripped = self._counter(telemetry.ROUTER_STRIPPED)
-        self.requests = self._counter(telemetry.ROUTER_REQUESTS)
-        self.endings = self._counter(telemetry.ROUTER_ENDINGS)
-        self.leg_restarts = self._counter(telemetry.ROUTER_LEG_RESTARTS)
+        self.requests = Labelled(self._counter(telemetry.ROUTER_REQUESTS))
+        self.endings = Labelled(self._counter(telemetry.ROUTER_ENDINGS))
+        self.leg_restarts = Labelled(self._counter(telemetry.ROUTER_LEG_RESTARTS))
         self.spans_dropped = self._counter(telemetry.ROUTER_SPANS_DROPPED)
 
     def gauge(self, metric: Metric, read: Callable[[], Samples]) -> None:

@@ -93,7 +93,8 @@ class PassThrough:
         been sent.
         """
         body, stripped = _body(raw) if way.body else (None, 0)
-        self._router.metrics.stripped.inc(stripped)
+        if stripped:
+            self._router.metrics.stripped.inc(stripped)
         leg, answer = await self._ask(way, request, body)
         try:
             with leg.serving():

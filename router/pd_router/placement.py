@@ -1,6 +1,6 @@
 """Where a turn's prompt goes: the route, and the prefill leg if it needs one."""
 
-from dataclasses import dataclass
+import msgspec
 
 from pd_connector.contract import Route
 from pd_router.claims import Found
@@ -11,8 +11,7 @@ from pd_router.parts import Router
 from pd_router.routes import Choice, Question
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """``prefill`` is None where no prefill leg is up."""
 
     choice: Choice

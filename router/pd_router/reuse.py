@@ -1,7 +1,8 @@
 """What became of a prompt and of the handle that it came with, from the engine's answer."""
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from pd_connector import contract
 from pd_connector.contract import READ_MARGIN_SECONDS, Outcome
@@ -9,8 +10,7 @@ from pd_connector.contract import READ_MARGIN_SECONDS, Outcome
 _OUTCOMES = {outcome.value for outcome in Outcome}
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(msgspec.Struct, frozen=True, gc=False):
     """Tokens are counts, None where the engine does not tell."""
 
     outcome: Outcome

@@ -4,8 +4,10 @@ Times are milliseconds to the first token. They come from the turns themselves, 
 rates of the spec where it gives them.
 """
 
-from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal
+
+import msgspec
 
 from pd_connector.contract import Outcome, Route
 from pd_router.facts import Facts
@@ -45,9 +47,9 @@ class Line:
         """Take in what a turn took."""
         sums = (1.0, tokens, ms, tokens * tokens, tokens * ms)
         old = (self._n, self._x, self._y, self._xx, self._xy)
-        self._n, self._x, self._y, self._xx, self._xy = (
+        self._n, self._x, self._y, self._xx, self._xy = [
             _FORGET * was + now for was, now in zip(old, sums, strict=True)
-        )
+        ]
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
         if not self._fixed:
@@ -97,8 +99,7 @@ class Costs:
             self.handover.add(facts.prompt_tokens, ms)
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(msgspec.Struct, frozen=True):
     """What the choice depends on beside what is learned."""
 
     prompt_tokens: int
@@ -115,8 +116,7 @@ class Question:
     decode: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, gc=False):
     route: Route
     reason: RouteReason
     new_tokens: int
@@ -134,30 +134,30 @@ class Chooser:
         """The cheapest allowed route, or the pinned one where it is possible; None: it takes a
         prefill leg, and none is up."""
         everything = asked.prompt_tokens
-        read = Choice(Route.READBACK, "pinned", max(everything - asked.shared, 1))
-        append = Choice(Route.APPEND, "pinned", max(everything - asked.cached, 1))
-        why_not = self._why_not_append(asked, append.new_tokens)
+        to_read = max(everything - asked.shared, 1)
+        to_append = max(everything - asked.cached, 1)
+        why_not = self._why_not_append(asked, to_append)
         if pinned is Route.APPEND:
-            return append
+            return Choice(Route.APPEND, "pinned", to_append)
         if asked.prefill is None:
             allowed = pinned is None and why_not is None
-            return replace(append, reason="no_prefill_leg") if allowed else None
+            return Choice(Route.APPEND, "no_prefill_leg", to_append) if allowed else None
         if pinned is Route.READBACK and asked.readable:
-            return read
+            return Choice(Route.READBACK, "pinned", to_read)
         if pinned is not None:
             why = "" if pinned is Route.RECOMPUTE else asked.unreadable_because
             return Choice(Route.RECOMPUTE, why or "pinned", everything)
-        costs = {Route.RECOMPUTE: self._recompute(asked, asked.prefill)}
+        recompute = Choice(Route.RECOMPUTE, asked.unreadable_because or "cheapest", everything)
+        if why_not is not None and not asked.readable:
+            return recompute
+        costs = [(self._recompute(asked, asked.prefill), recompute)]
         if asked.readable:
-            costs[Route.READBACK] = _WORTH * self._readback(asked, asked.prefill, read.new_tokens)
+            read = Choice(Route.READBACK, why_not or "cheapest", to_read)
+            costs.append((_WORTH * self._readback(asked, asked.prefill, to_read), read))
         if why_not is None:
-            costs[Route.APPEND] = _WORTH * self._append(asked.decode, append.new_tokens)
-        route = min(costs, key=lambda route: costs[route])
-        if route is Route.APPEND:
-            return replace(append, reason="cheapest")
-        if route is Route.READBACK:
-            return replace(read, reason=why_not or "cheapest")
-        return Choice(route, asked.unreadable_because or "cheapest", everything)
+            append = Choice(Route.APPEND, "cheapest", to_append)
+            costs.append((_WORTH * self._append(asked.decode, to_append), append))
+        return min(costs, key=itemgetter(0))[1]
 
     def appends(self, decode: Leg, tokens: int) -> None:
         """A prompt of so many new tokens goes to a decode leg."""

@@ -37,6 +37,7 @@ class TurnState:
         self.trace = (
             None if router.spans is None else router.spans.trace(request.headers.get("traceparent"))
         )
+        self._forwarded = engine_headers(request.headers)
         self.tap: IdsTap | None = None
         self.claimed: Handle | None = None
         self._doubted: tuple[Leg, Handle, str] | None = None
@@ -120,7 +121,7 @@ class TurnState:
 
     def engine_headers(self, span: int | None) -> dict[str, str]:
         """For a request to an engine under a child span of the turn's."""
-        headers = engine_headers(self.request.headers)
+        headers = dict(self._forwarded)
         if self.trace is not None and span is not None:
             headers["traceparent"] = self.trace.traceparent(span)
         return headers

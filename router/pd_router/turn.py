@@ -2,7 +2,6 @@
 
 import logging
 import time
-from contextlib import ExitStack
 from typing import Any
 
 from aiohttp import web
@@ -31,7 +30,7 @@ from pd_router.handles import Handle
 from pd_router.history import Endpoint, Prompt, ids_digest, read_prompt
 from pd_router.identity import identify
 from pd_router.keep import Keeper
-from pd_router.legs import Leg
+from pd_router.legs import Leg, Serving
 from pd_router.parts import Router
 from pd_router.pipe import open_pipe
 from pd_router.placement import Placement, place
@@ -58,6 +57,8 @@ class Turn(TurnState):
         self._decode_began = 0.0
         self._decode_span: int | None = None
         self._decode_ms: float | None = None
+        self._in_flight: list[Serving] = []
+        """On decode legs."""
         self._quiet = False
         """Nothing else ran where the prompt was computed, so that its time tells the speed."""
 
@@ -68,24 +69,24 @@ class Turn(TurnState):
         """
         try:
             body = TurnBody(self.endpoint, await self.request.read())
-            self.router.metrics.stripped.inc(body.stripped)
+            if body.stripped:
+                self.router.metrics.stripped.inc(body.stripped)
             self.router.budget.turn()
             self._identify(body)
-            with ExitStack() as in_flight:
-                leg, placed = await self._choose(body)
-                self._quiet = not leg.in_flight
-                if placed.choice.route is Route.APPEND:
-                    self.router.chooser.appends(leg, placed.choice.new_tokens)
-                    in_flight.enter_context(leg.serving(placed.choice.new_tokens))
-                    params = self._append_params()
-                else:
-                    in_flight.enter_context(leg.serving())
-                    params = await self._prefill(body, placed.choice, placed.prefill)
-                leg, answer = await self._decode(leg, body, params, in_flight)
-                try:
-                    return await self._relay(leg, answer, body, params)
-                finally:
-                    answer.close()
+            leg, placed = await self._choose(body)
+            self._quiet = not leg.in_flight
+            if placed.choice.route is Route.APPEND:
+                self.router.chooser.appends(leg, placed.choice.new_tokens)
+                self._in_flight.append(leg.serving(placed.choice.new_tokens))
+                params = self._append_params()
+            else:
+                self._in_flight.append(leg.serving())
+                params = await self._prefill(body, placed.choice, placed.prefill)
+            leg, answer = await self._decode(leg, body, params)
+            try:
+                return await self._relay(leg, answer, body, params)
+            finally:
+                answer.close()
         except RecursionError:
             self.facts.ending = "refused"
             raise bad_request("The request body is nested too deeply.") from None
@@ -97,6 +98,8 @@ class Turn(TurnState):
             self.facts.ending, self.facts.error = "error", type(error).__name__
             raise
         finally:
+            for serving in self._in_flight:
+                serving.end()
             self.end()
 
     def _identify(self, body: TurnBody) -> None:
@@ -108,7 +111,7 @@ class Turn(TurnState):
         self.facts.operation = _OPERATIONS.get(self.endpoint)
         model = body.fields.get("model")
         self.facts.model = model if isinstance(model, str) else None
-        if body.needs_decode_alone():
+        if body.needs_decode_alone:
             return
         if self.settings.proof == "tokens":
             self.tap = IdsTap(body.wants_token_ids)
@@ -119,7 +122,7 @@ class Turn(TurnState):
     async def _choose(self, body: TurnBody) -> tuple[Leg, Placement]:
         """The decode leg and the way there; where that wants a handle, it is claimed."""
         began, facts, router = time.perf_counter(), self.facts, self.router
-        if body.needs_decode_alone():
+        if body.needs_decode_alone:
             leg, found, near = router.legs.pick_decode(), Found(Outcome.MISS, "one_leg"), None
             placed = Placement(Choice(Route.APPEND, "one_leg", 1), None)
         else:
@@ -256,9 +259,7 @@ class Turn(TurnState):
             self.router.chooser.costs.saw_prefill(facts, size, (time.perf_counter() - began) * 1000)
         return params
 
-    async def _decode(
-        self, leg: Leg, body: TurnBody, params: Params, in_flight: ExitStack
-    ) -> tuple[Leg, EngineAnswer]:
+    async def _decode(self, leg: Leg, body: TurnBody, params: Params) -> tuple[Leg, EngineAnswer]:
         """Decode's open answer, status 200, and the leg that gives it."""
         repeated = False
         lost: Leg | None = None
@@ -285,10 +286,10 @@ class Turn(TurnState):
                     raise leg_error(LegFailure(leg, "failed"))
                 repeated, lost = True, leg
             leg = self.router.legs.pick_decode(avoid=lost)
-            in_flight.enter_context(leg.serving())
+            self._in_flight.append(leg.serving())
             self.facts.decode_leg = leg.name
             # What prefill kept may be gone with the failure, and another leg has no history.
-            if (alone or lost) and not body.needs_decode_alone():
+            if (alone or lost) and not body.needs_decode_alone:
                 self.settle_claim()
                 params = await self._prefill_again(body)
 
