@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import HttpVersion10, web
+from aiohttp.typedefs import Middleware
 
 from pd_connector import contract
 from pd_router import jsonbytes
@@ -53,13 +54,14 @@ def build_app(settings: Settings, access: Access) -> web.Application:
             app[_PASS] = PassThrough(router)
             yield
 
-    app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[_guarded])
+    app = web.Application(client_max_size=settings.max_body_bytes)
     app[ACCESS] = [access]
     app[DRAIN] = Drain()
+    app.middlewares.append(_guard(app))
     app.cleanup_ctx.append(parts)
     add = app.router.add_route
     for endpoint, path in PATHS.items():
-        add("POST", path, _turn_handler(endpoint))
+        add("POST", path, _turn_handler(app, endpoint))
     for way in (*GENERATE, *COMPUTE):
         add("POST", way.path, _pass_handler(way))
     for method, way in STORED:
@@ -71,9 +73,9 @@ def build_app(settings: Settings, access: Access) -> web.Application:
     return app
 
 
-def _turn_handler(endpoint: Endpoint) -> Handler:
+def _turn_handler(app: web.Application, endpoint: Endpoint) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        router = request.app[ROUTER]
+        router = app[ROUTER]
         # Kept by the request: the turn reads it from there.
         await read_body(request, router.settings)
         return await Turn(router, endpoint, request).run()
@@ -95,32 +97,37 @@ def _pass_handler(way: Way) -> Handler:
     return handle
 
 
-@web.middleware
-async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+def _guard(app: web.Application) -> Middleware:
     """Access, limits, drain and the count of requests, around every handler."""
-    drain, router = request.app[DRAIN], request.app[ROUTER]
-    form: ErrorForm = "anthropic" if request.path.startswith("/v1/messages") else "openai"
-    with drain.running():
-        try:
-            if request.version < HttpVersion10:
-                raise TurnError(505, "HTTP/1.1 is spoken here.", "invalid_request_error")
-            request.app[ACCESS][0].check(request)
-            if request.path.startswith(contract.ADMIN_PATH):
-                request.app[ACCESS][0].check_admin(request)
-            elif request.path not in _FREE_PATHS:
-                drain.check(router.settings.max_requests)
-            response = await handler(request)
-        except asyncio.CancelledError:
-            if not drain.over or request.transport is None:
-                _count(request, router, _CLIENT_GONE)
-                raise
-            response = unavailable("The router shuts down.").response(form)
-        except Exception as error:
-            response = _error_answer(request, error, form)
-        if drain.begun and not response.prepared:
-            response.force_close()
-        _count(request, router, response.status)
-        return response
+    drain, access = app[DRAIN], app[ACCESS]
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        router, path = app[ROUTER], request.path
+        form: ErrorForm = "anthropic" if path.startswith("/v1/messages") else "openai"
+        with drain:
+            try:
+                if request.version < HttpVersion10:
+                    raise TurnError(505, "HTTP/1.1 is spoken here.", "invalid_request_error")
+                access[0].check(request)
+                if path.startswith(contract.ADMIN_PATH):
+                    access[0].check_admin(request)
+                elif path not in _FREE_PATHS:
+                    drain.check(router.settings.max_requests)
+                response = await handler(request)
+            except asyncio.CancelledError:
+                if not drain.over or request.transport is None:
+                    _count(request, router, _CLIENT_GONE)
+                    raise
+                response = unavailable("The router shuts down.").response(form)
+            except Exception as error:
+                response = _error_answer(request, error, form)
+            if drain.begun and not response.prepared:
+                response.force_close()
+            _count(request, router, response.status)
+            return response
+
+    return guarded
 
 
 def _error_answer(request: web.Request, error: Exception, form: ErrorForm) -> web.Response:

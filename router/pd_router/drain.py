@@ -1,8 +1,6 @@
 """What runs, how much of it may, and how it ends when the router does."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from pd_router.errors import unavailable
 from pd_router.pipe import open_pipes
@@ -22,18 +20,20 @@ class Drain:
         self.over = False
         """What still runs is being cut off."""
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def __enter__(self) -> None:
+        """The current task answers a request, for as long as this context lasts."""
         task = asyncio.current_task()
         assert task is not None
+        if not self._tasks:
+            self._none.clear()
         self._tasks.add(task)
-        self._none.clear()
-        try:
-            yield
-        finally:
-            self._tasks.discard(task)
-            if not self._tasks:
-                self._none.set()
+
+    def __exit__(self, *error: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._none.set()
 
     def check(self, most: int) -> None:
         """Raises a 503 if the router stops, or if more than ``most`` requests are in flight."""

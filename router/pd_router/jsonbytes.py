@@ -94,9 +94,10 @@ def _value_end(data: bytes, start: int) -> int:
         return whole.end() if whole else len(data)
     depth = 0
     for token in _STRING_OR_BRACKET.finditer(data, start):
-        if token.group() in (b"{", b"["):
+        mark = token.group()
+        if mark in (b"{", b"["):
             depth += 1
-        elif token.group() in (b"}", b"]"):
+        elif mark in (b"}", b"]"):
             depth -= 1
             if depth == 0:
                 return token.end()

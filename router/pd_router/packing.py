@@ -10,7 +10,8 @@ import sys
 import zlib
 from array import array
 from collections.abc import Mapping
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain
+from operator import sub
 from typing import Any
 
 from pd_connector import contract
@@ -28,6 +29,8 @@ _WORDS = (
 _FORM = 1
 _PLAIN, _IDS = 0, 1
 _HEAD = 6
+_WIDEST = 4
+"""Bytes of an id."""
 _BARE = -zlib.MAX_WBITS
 """Deflate without zlib's head and check sum."""
 
@@ -35,12 +38,12 @@ _BARE = -zlib.MAX_WBITS
 def pack(params: Mapping[str, Any]) -> bytes:
     """``params`` in a form that :func:`unpack` reads."""
     groups = params.get(contract.REMOTE_BLOCK_IDS)
-    if not isinstance(groups, list) or not _are_ids(groups):
+    if not isinstance(groups, list) or (planes := _planes(groups)) is None:
         return bytes([_FORM, _PLAIN, 0, 0, 0, 0]) + _compressed(jsonbytes.dump(dict(params)))
     lengths = {**params, contract.REMOTE_BLOCK_IDS: [len(group) for group in groups]}
-    width, planes = _planes([number for group in groups for number in group])
+    width, ids = planes
     rest = _compressed(jsonbytes.dump(lengths))
-    return bytes([_FORM, _IDS + width]) + len(rest).to_bytes(4, "big") + rest + planes
+    return bytes([_FORM, _IDS + width]) + len(rest).to_bytes(4, "big") + rest + ids
 
 
 def unpack(packed: bytes) -> bytes:
@@ -63,22 +66,25 @@ def unpack(packed: bytes) -> bytes:
     return jsonbytes.dump(params)
 
 
-def _are_ids(groups: list[Any]) -> bool:
-    return all(
-        isinstance(group, list)
-        and all(type(number) is int and 0 <= number < 1 << 32 for number in group)
-        for group in groups
-    )
+def _planes(groups: list[Any]) -> tuple[int, bytes] | None:
+    """The ids of all groups, and how many bytes each takes; None if they are no ids.
 
-
-def _planes(ids: list[int]) -> tuple[int, bytes]:
+    There may be thousands, so that nothing here goes through them one by one in Python.
+    """
+    if not all(type(group) is list for group in groups):
+        return None
+    ids = list(chain.from_iterable(groups))
+    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
+        return None
     width = max((max(ids, default=0).bit_length() + 7) // 8, 1)
-    most = (1 << 8 * width) - 1
-    steps = array("I", ((after - before) & most for before, after in pairwise([0, *ids])))
+    if width > _WIDEST:
+        return None
+    steps = array("q", map(sub, ids, [0, *ids]))
     if sys.byteorder == "big":
         steps.byteswap()
     raw = steps.tobytes()
-    return width, _deflated(b"".join(raw[place::4] for place in range(width)), 1)
+    # A step back is there in two's complement, of which the low bytes are enough.
+    return width, _deflated(b"".join(raw[place::8] for place in range(width)), 1)
 
 
 def _from_planes(width: int, planes: bytes) -> list[int]:

@@ -13,6 +13,7 @@ _DONE = b"[DONE]"
 HANDLE_FIELDS = (KV_TRANSFER_PARAMS, "ec_transfer_params")
 """Fields of an answer that are between engines."""
 _HANDLE_MARKS = tuple(f'"{name}"'.encode() for name in HANDLE_FIELDS)
+_HANDLE_MARK = b'_transfer_params"'
 _ERROR_MARK = b'"error"'
 _USAGE_MARK = b'"usage":{'
 _FAILED_MARK = b"response.failed"
@@ -131,10 +132,10 @@ class StreamRelay:
         return False
 
     def _is_last(self, event: bytes) -> bool:
+        if self._form == "openai":
+            return _DONE in event and sse.data_of(event) == _DONE
         if not any(last in event for last in self._last):
             return False
-        if self._form == "openai":
-            return sse.data_of(event) == _DONE
         name = sse.name_of(event)
         return any(last == name for last in self._last)
 
@@ -187,7 +188,7 @@ def _body(data: bytes) -> Any:
 
 
 def has_handle(raw: bytes) -> bool:
-    return any(mark in raw for mark in _HANDLE_MARKS)
+    return _HANDLE_MARK in raw and any(mark in raw for mark in _HANDLE_MARKS)
 
 
 def _cut(raw: bytes) -> bytes:
@@ -198,15 +199,25 @@ def _cut(raw: bytes) -> bytes:
 
 def event_without_handle(event: bytes, data: bytes, body: Any) -> bytes:
     """The event less its handle, ``data`` and ``body`` being what it says."""
-    bare = _without_handle(body)
-    cut = _cut(data)
+    exact = _cut_exactly(data, body) if data in event else None
+    if exact is not None:
+        return event.replace(data, exact, 1)
+    return sse.event_of(jsonbytes.dump(_without_handle(body)))
+
+
+def _cut_exactly(raw: bytes, body: Any) -> bytes | None:
+    """``raw`` less its handles, if that is what ``body`` says less its own."""
+    cut = _cut(raw)
     try:
-        exact = data in event and jsonbytes.load(cut) == bare
+        said = jsonbytes.load(cut)
     except ValueError:
-        exact = False
-    if exact:
-        return event.replace(data, cut, 1)
-    return sse.event_of(jsonbytes.dump(bare))
+        return None
+    if isinstance(body, dict):
+        # As the engine has it; where there are more within, these are not equal.
+        bare = {name: value for name, value in body.items() if name not in HANDLE_FIELDS}
+        if said == bare:
+            return cut
+    return cut if said == _without_handle(body) else None
 
 
 def _without_handle(value: Any) -> Any:
@@ -239,9 +250,5 @@ def body_without_handle(raw: bytes, body: Any) -> bytes:
     """The bytes of a whole answer less its handle; ``body`` is what they say."""
     if not has_handle(raw):
         return raw
-    bare = _without_handle(body)
-    cut = _cut(raw)
-    try:
-        return cut if jsonbytes.load(cut) == bare else jsonbytes.dump(bare)
-    except ValueError:
-        return jsonbytes.dump(bare)
+    exact = _cut_exactly(raw, body)
+    return jsonbytes.dump(_without_handle(body)) if exact is None else exact

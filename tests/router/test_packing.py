@@ -13,7 +13,12 @@ ids = st.lists(
     st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2**32 - 1)), max_size=20), max_size=3
 )
 odd = st.one_of(
-    st.none(), st.integers(), st.text(), st.lists(st.integers()), st.lists(st.lists(st.text()))
+    st.none(),
+    st.integers(),
+    st.text(),
+    st.lists(st.integers()),
+    st.lists(st.lists(st.text())),
+    st.lists(st.lists(st.one_of(st.integers(), st.booleans()))),
 )
 
 
