@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from pd_router.splicing import plain_socket
+from pd_router.sockets import plain_socket, send_now
 
 MAX_HEAD = 64 << 10
 """Bytes of an answer's headers."""
@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
         self._whole = self._reusable = False
         if self._transport is None:
             raise Unanswered("closed")
-        self._transport.write(request)
+        send_now(self._transport, request)
         await self._head
 
     async def stream(self, sink: Sink) -> None:

@@ -43,10 +43,12 @@ class Facts:
     ending: str = "client_gone"
     error: str | None = None
 
-    def headers_now(self) -> dict[str, str]:
-        """The headers that tell the client about its turn: what is known by now."""
+    def headers_now(self, *, outcome: bool = True) -> dict[str, str]:
+        """The headers that tell the client about its turn: what is known by now, the outcome
+        only if it is."""
+        known = self.outcome if outcome else None
         told: dict[str, str | None] = {
-            contract.HEADER_REUSE: None if self.outcome is None else self.outcome.value,
+            contract.HEADER_REUSE: None if known is None else known.value,
             contract.HEADER_TOKENS_READ: str(self.read),
             contract.HEADER_PROMPT_TOKENS: _text(self.prompt_tokens),
             contract.HEADER_PREFILL_MS: _text(self.prefill_ms),

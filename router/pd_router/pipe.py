@@ -15,7 +15,8 @@ from aiohttp.abc import AbstractStreamWriter
 
 from pd_router.engines import EngineAnswer, LegFailure, failed
 from pd_router.relay import StreamRelay
-from pd_router.splicing import Splice, Splices, client_has_gone, plain_socket
+from pd_router.sockets import plain_socket
+from pd_router.splicing import Splice, Splices, client_has_gone
 from pd_router.sse import EventTooLarge
 
 if TYPE_CHECKING:

@@ -116,13 +116,6 @@ class Splices:
             on_report(report)
 
 
-def plain_socket(transport: asyncio.BaseTransport) -> int | None:
-    """The number of a connection's socket; None if it is encrypted or on its end."""
-    if transport.is_closing() or transport.get_extra_info("sslcontext") is not None:
-        return None
-    return int(transport.get_extra_info("socket").fileno())
-
-
 def client_has_gone(report: "Report") -> bool:
     """The splice is over because nothing more can be sent."""
     return report[1] == _splice.CLIENT_GONE

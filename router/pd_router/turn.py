@@ -1,8 +1,9 @@
 """One turn's way through the router, top to bottom: :meth:`Turn.run`."""
 
+import asyncio
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -48,6 +49,16 @@ _OPERATIONS: dict[Endpoint, str] = {"chat": "chat", "completions": "text_complet
 """OpenTelemetry's names (gen_ai.operation.name)."""
 
 
+class _Ahead(NamedTuple):
+    """What a stream needs, made while decode has not answered yet."""
+
+    leg: Leg
+    params: Params
+    keeper: Keeper
+    relay: StreamRelay
+    response: web.StreamResponse
+
+
 class Turn(TurnState):
     """One request of a conversation and its answer."""
 
@@ -59,6 +70,7 @@ class Turn(TurnState):
         self._decode_ms: float | None = None
         self._in_flight: list[Serving] = []
         """On decode legs."""
+        self._ahead: _Ahead | None = None
         self._quiet = False
         """Nothing else ran where the prompt was computed, so that its time tells the speed."""
 
@@ -270,6 +282,9 @@ class Turn(TurnState):
             self._decode_began, self._decode_span = time.perf_counter(), self.child_span()
             # From here on decode may have gone on from the claimed handle's turn.
             self.sent = True
+            if body.streams:
+                # The request goes out first; this is done while decode has it.
+                asyncio.get_running_loop().call_soon(self._make_ahead, leg, body, params)
             try:
                 answer = await ask_decode(self, leg, body, params, self._decode_span, alone=alone)
             except NotReached as failure:
@@ -305,8 +320,20 @@ class Turn(TurnState):
     async def _relay(
         self, leg: Leg, answer: EngineAnswer, body: TurnBody, params: Params
     ) -> web.StreamResponse:
+        try:
+            if answer.content_type == "text/event-stream":
+                ahead = self._ahead
+                if ahead is None or ahead.leg is not leg or ahead.params is not params:
+                    ahead = self._make_ahead(leg, body, params)
+                return await self._relay_stream(leg, answer, ahead)
+            return await self._relay_body(leg, answer, self._keeper(leg))
+        finally:
+            attributes = {telemetry.DECODE_LEG: leg.name}
+            self.end_span(telemetry.SPAN_DECODE, self._decode_span, self._decode_began, attributes)
+
+    def _keeper(self, leg: Leg) -> Keeper:
         appended = self.facts.route is Route.APPEND
-        keeper = Keeper(
+        return Keeper(
             router=self.router,
             settings=self.settings,
             identity=self._identity,
@@ -316,13 +343,21 @@ class Turn(TurnState):
             turn=self.facts.turn,
             appended=appended and self._prompt is not None,
         )
-        try:
-            if answer.content_type == "text/event-stream":
-                return await self._relay_stream(leg, answer, body, params, keeper)
-            return await self._relay_body(leg, answer, keeper)
-        finally:
-            attributes = {telemetry.DECODE_LEG: leg.name}
-            self.end_span(telemetry.SPAN_DECODE, self._decode_span, self._decode_began, attributes)
+
+    def _make_ahead(self, leg: Leg, body: TurnBody, params: Params) -> "_Ahead":
+        appended = self.facts.route is Route.APPEND
+        headers = {**self.facts.headers_now(outcome=not appended), "Cache-Control": "no-cache"}
+        keeper = self._keeper(leg)
+        relay = StreamRelay(
+            self.settings.max_body_bytes,
+            self.secrets(params),
+            keeper.wanted,
+            tap=self.tap,
+            take_usage=appended,
+            hide_usage=appended and not body.wants_usage,
+        )
+        self._ahead = _Ahead(leg, params, keeper, relay, web.StreamResponse(headers=headers))
+        return self._ahead
 
     async def _relay_body(self, leg: Leg, answer: EngineAnswer, keeper: Keeper) -> web.Response:
         try:
@@ -339,22 +374,12 @@ class Turn(TurnState):
         return web.Response(body=raw, headers=headers)
 
     async def _relay_stream(
-        self, leg: Leg, answer: EngineAnswer, body: TurnBody, params: Params, keeper: Keeper
+        self, leg: Leg, answer: EngineAnswer, ahead: "_Ahead"
     ) -> web.StreamResponse:
-        appended = self.facts.route is Route.APPEND
-        if appended:
+        if self.facts.route is Route.APPEND:
             self.facts.outcome = None  # Decode tells it at the end of the stream.
-        headers = {**self.facts.headers_now(), "Cache-Control": "no-cache"}
-        response = web.StreamResponse(headers=headers)
+        keeper, relay, response = ahead.keeper, ahead.relay, ahead.response
         response.headers["Content-Type"] = answer.headers["content-type"]
-        relay = StreamRelay(
-            self.settings.max_body_bytes,
-            self.secrets(params),
-            keeper.wanted,
-            tap=self.tap,
-            take_usage=appended,
-            hide_usage=appended and not body.wants_usage,
-        )
         try:
             pipe = await open_pipe(
                 self.request,
