@@ -24,7 +24,8 @@ from pd_router.errors import (
 from pd_router.history import Endpoint
 from pd_router.legs import Leg
 from pd_router.parts import Router, open_router
-from pd_router.passthrough import COMPUTE, GENERATE, STORED, PassThrough, Way, read_body
+from pd_router.passthrough import COMPUTE, GENERATE, STORED, PassThrough, Way
+from pd_router.reading import read_body
 from pd_router.settings import Settings
 from pd_router.turn import PATHS, Turn
 

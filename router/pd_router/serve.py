@@ -45,6 +45,8 @@ async def serve(settings: Settings, config: Path) -> None:
         max_line_size=settings.max_header_bytes,
         max_field_size=settings.max_header_bytes,
         max_headers=settings.max_headers,
+        # What is compressed is for read_body, which can answer as the path's clients read it.
+        auto_decompress=False,
         lingering_time=_LAST_SECONDS,
     )
     await runner.setup()
