@@ -3,8 +3,9 @@
 import asyncio
 import zlib
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 
+from pd_router.connection import GO_ON
 from pd_router.errors import TurnError, bad_request
 from pd_router.settings import Settings
 
@@ -22,12 +23,14 @@ async def read_body(request: web.Request, settings: Settings) -> bytes:
     """A request's body, which the request then keeps.
 
     Raises :class:`TurnError`: 413 for too large a one, 408 for one that does not arrive, 415 for
-    a ``Content-Encoding`` that is not known, 400 for a body that is something else.
+    a ``Content-Encoding`` that is not known, 417 for such an ``Expect``, 400 for a body that is
+    something else.
     """
     most = settings.max_body_bytes
     if request.content_length is not None and request.content_length > most:
         raise _too_large()
     coding = _coding(request)
+    _answer_expectation(request)
     if request.content.is_eof():
         raw = await request.read()  # All there already, as usual: nothing to wait for.
     else:
@@ -45,6 +48,21 @@ async def read_body(request: web.Request, settings: Settings) -> bytes:
     # Whoever reads the request again gets this; aiohttp has no setting for it.
     request._read_bytes = body
     return body
+
+
+async def expect_later(request: web.Request) -> None:
+    """Let :func:`read_body` answer the request's ``Expect``: by then it is known whether the body
+    is wanted at all."""
+
+
+def _answer_expectation(request: web.Request) -> None:
+    expected = request.headers.get(hdrs.EXPECT, "").lower()
+    if not expected or request.version < HttpVersion11:
+        return
+    if expected != "100-continue":
+        raise TurnError(417, "No such expectation is met here.", "invalid_request_error")
+    if request.transport is not None and not request.content.is_eof():
+        request.transport.write(GO_ON)
 
 
 def _coding(request: web.Request) -> str:
