@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import HttpVersion11, web
@@ -19,18 +20,37 @@ _TCP_CLOSE = 7
 class Server(web.Server):
     """Makes the connections."""
 
+    stall_seconds: Callable[[], float]
+    """How long a client may take nothing of what waits for it."""
+
+    @classmethod
+    def take_over(cls, server: web.Server, stall_seconds: Callable[[], float]) -> None:
+        """Have ``server``, which aiohttp has made, make such connections."""
+        server.__class__ = cls
+        assert isinstance(server, cls)
+        server.stall_seconds = stall_seconds
+
     def __call__(self) -> web.RequestHandler:
-        return Connection(self, loop=self._loop, **self._kwargs)
+        return Connection(self, self.stall_seconds(), loop=self._loop, **self._kwargs)
 
 
 class Connection(web.RequestHandler):
     """One client's."""
 
-    __slots__ = ("_asked",)
+    __slots__ = ("_asked", "_stall_seconds")
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, server: Server, stall_seconds: float, **named: Any) -> None:
+        super().__init__(server, **named)
+        self._stall_seconds = stall_seconds
         self._asked = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        # The kernel drops a client that takes nothing; streams see to it themselves as well.
+        connection = transport.get_extra_info("socket")
+        if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            milliseconds = min(int(self._stall_seconds * 1000), 2**31 - 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def handle_error(
         self,

@@ -51,7 +51,7 @@ async def serve(settings: Settings, config: Path) -> None:
     )
     await runner.setup()
     assert runner.server is not None
-    runner.server.__class__ = Server
+    Server.take_over(runner.server, lambda: app[ROUTER].settings.client_stall_timeout)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
