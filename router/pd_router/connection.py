@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, hdrs, web
 
 from pd_router.errors import error_response
 
@@ -70,6 +70,17 @@ class Connection(web.RequestHandler):
             answer = error_response(status, "The router failed.", "internal_error")
         answer.force_close()
         return answer
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """A request in chunks is the last one of its connection: aiohttp's parser takes the last
+        of its trailers for a header of the next request, which may be another client's."""
+        if hdrs.TRANSFER_ENCODING in request.headers:
+            self.close()
+            if not resp.prepared:
+                resp.force_close()
+        return await super().finish_response(request, resp, start_time)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it has gone, or waits for its answer. Whether the connection

@@ -1,5 +1,6 @@
 """Clients with manners that HTTP allows and few have."""
 
+import contextlib
 import json
 import re
 import socket
@@ -238,3 +239,42 @@ def test_methods_without_a_body_get_none(router: Router) -> None:
         # Nothing was left between the answers.
         client.sendall(request(hello(), "Connection: close"))
         assert answers_in(client.rest()) == [200]
+
+
+# Trailers.
+
+ODD_FIRST = {
+    "turn": "POST /v1/chat/completions",
+    "stream": "POST /v1/chat/completions",
+    "other": "POST /score",
+    "no body wanted": "GET /health",
+    "no path": "POST /nowhere",
+    "no method": "PUT /score",
+    "expectation": "POST /nowhere",
+}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at-once", "later"])
+@pytest.mark.parametrize("name", ODD_FIRST)
+def test_a_trailer_is_no_header_of_the_next_request(
+    router: Router, conversation: str, name: str, later: bool
+) -> None:
+    """Behind a proxy the next request on a connection may be somebody else's."""
+    raw = json.dumps(hello(stream=name == "stream")).encode()
+    head = f"{ODD_FIRST[name]} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    if name == "expectation":
+        head += "Expect: a-miracle\r\n"
+    first = head.encode() + b"\r\n%x\r\n%b\r\n0\r\n" % (len(raw), raw)
+    first += b"X-Late: 1\r\nAuthorization: Bearer of-another\r\n\r\n"
+    second = request(hello(), f"X-Session-ID: {conversation}", "Connection: close")
+    with client_of(router) as client:
+        client.sendall(first if later else first + second)
+        head_got = client.until(b"\r\n\r\n")
+        if later:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(second)
+        with contextlib.suppress(ConnectionError):
+            client.rest()
+    assert head_got.startswith(b"HTTP/1.1 ")
+    sent = [headers for engine in router.engines for headers in engine.request_headers]
+    assert [headers.get("Authorization") for headers in sent] == [None] * len(sent)
