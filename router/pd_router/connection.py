@@ -75,8 +75,10 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """A request in chunks is the last one of its connection: aiohttp's parser takes the last
-        of its trailers for a header of the next request, which may be another client's."""
-        if hdrs.TRANSFER_ENCODING in request.headers:
+        of its trailers for a header of the next request, which may be another client's. So is one
+        of HTTP/1.0 whose answer ends nowhere else."""
+        endless = request.version < HttpVersion11 and resp.content_length is None
+        if endless or hdrs.TRANSFER_ENCODING in request.headers:
             self.close()
             if not resp.prepared:
                 resp.force_close()

@@ -212,6 +212,28 @@ def test_a_connection_ends_where_its_client_says_so(router: Router) -> None:
         assert client.got == b""
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_stream_without_chunks_ends_with_its_connection(router: Router, path: str) -> None:
+    """HTTP/1.0 has no other end for it, whatever the client wants of the connection."""
+    body = hello(stream=True)
+    with client_of(router) as client:
+        client.settimeout(10)
+        client.sendall(request(body, "Connection: keep-alive", path=path, version="1.0"))
+        raw = client.rest()
+    assert raw.startswith(b"HTTP/1.0 200 ")
+    assert b"chunked" not in raw
+    assert raw.endswith(b"\n\n")
+
+
+def test_a_connection_of_http_1_0_is_kept_where_that_can_be(router: Router) -> None:
+    asked = request(hello(), "Connection: keep-alive", path="/score", version="1.0")
+    with client_of(router) as client:
+        for _ in range(2):
+            client.sendall(asked)
+            assert b"\r\nConnection: keep-alive\r\n" in client.until(b"\r\n\r\n")
+            client.until(b'"score":1.0}')
+
+
 def test_many_requests_at_once_are_answered_in_turn(router: Router) -> None:
     """More than aiohttp parses ahead, and more than the socket holds."""
     many = 300
