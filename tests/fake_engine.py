@@ -153,6 +153,8 @@ class FakeEngine:
         self.released_turns: list[str] = []
         self.renewals: list[str] = []
         self.lease_faults = 0
+        self.lease_silence = False
+        """Orders about leases are taken and never answered."""
         self.tokenized: list[dict[str, Any]] = []
         self.cached: list[str] = []
         self.margin = self._margin
@@ -521,6 +523,8 @@ class FakeEngine:
         if self.lease_faults:
             self.lease_faults -= 1
             return web.Response(status=503)
+        if self.lease_silence:
+            await asyncio.sleep(3600)
         body = await request.json()
         for turn in body.get("release", ()):
             self._release(turn)

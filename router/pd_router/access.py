@@ -9,6 +9,7 @@ from pathlib import Path
 from aiohttp import web
 from yarl import URL
 
+from pd_connector import contract
 from pd_router.errors import TurnError
 from pd_router.settings import Settings, SettingsError
 
@@ -34,6 +35,8 @@ class Access:
         """Raises :class:`TurnError` (401) if API keys are asked for and there is no good one."""
         if self._keys is None or request.path in OPEN_PATHS:
             return
+        if self._admin is not None and request.path.startswith(contract.ADMIN_PATH):
+            return  # Its token is a bearer too, so that there is no place for a key.
         presented = (_bearer(request), request.headers.get("x-api-key", ""))
         if not any([_among(key, self._keys) for key in presented if key]):
             raise _unauthorized("A valid API key is needed.")

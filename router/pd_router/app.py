@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import HttpVersion10, web
@@ -25,7 +26,8 @@ from pd_router.errors import (
 from pd_router.history import Endpoint
 from pd_router.legs import Leg
 from pd_router.parts import Router, open_router
-from pd_router.passthrough import COMPUTE, GENERATE, STORED, PassThrough, Way, read_body
+from pd_router.passthrough import COMPUTE, GENERATE, STORED, PassThrough, Way
+from pd_router.reading import expect_later, read_body
 from pd_router.settings import Settings
 from pd_router.turn import PATHS, Turn
 
@@ -59,7 +61,7 @@ def build_app(settings: Settings, access: Access) -> web.Application:
     app[DRAIN] = Drain()
     app.middlewares.append(_guard(app))
     app.cleanup_ctx.append(parts)
-    add = app.router.add_route
+    add = partial(app.router.add_route, expect_handler=expect_later)
     for endpoint, path in PATHS.items():
         add("POST", path, _turn_handler(app, endpoint))
     for way in (*GENERATE, *COMPUTE):

@@ -125,13 +125,16 @@ def error_event(status: int, message: str, kind: str, form: ErrorForm = "openai"
 
 def refusal(
     status: int, raw: bytes, secrets: Iterable[str], form: ErrorForm = "openai"
-) -> EngineRefused:
-    """An engine's 4xx for the client, rid of ``secrets`` and of the parts of handles.
+) -> EngineRefused | TurnError:
+    """An engine's 4xx for the client, rid of ``secrets`` and of the parts of handles; a 502 for
+    what is neither that nor an answer.
 
     vLLM repeats the whole request body in some of its validation errors, the
     ``kv_transfer_params`` that the router had put there with it. What it refuses before it
     looks at the path has OpenAI's form under ``/v1/messages`` too.
     """
+    if not 400 <= status < 500:
+        return TurnError(502, "An engine failed to answer.", "engine_error")
     text = raw.decode(errors="replace")
     own, message = _error_of(text)
     if own == ("anthropic" if form == "anthropic" else "openai") and not _tells(text, secrets):

@@ -118,6 +118,9 @@ class HandleStore(Protocol):
         """Held handles, the newest first, ``start`` of them left out."""
         ...
 
+    def last_here(self) -> Iterable[Handle]:
+        """Handles that nobody finds any more once this process has ended."""
+
     def held(self) -> Mapping[str, int]:
         """Usable handles by leg, as far as this process knows."""
 
@@ -226,6 +229,9 @@ class MemoryStore:
     async def newest(self, start: int, count: int) -> list[Handle]:
         held = islice(reversed(self._by_age.values()), start, start + count)
         return [one.handle() for one in held]
+
+    def last_here(self) -> Iterable[Handle]:
+        return (held.handle() for held in self._by_age.values())
 
     def held(self) -> Mapping[str, int]:
         now = time.time()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -115,12 +116,23 @@ async def open_router(settings: Settings) -> AsyncIterator[Router]:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*workers)
+        await _give_back(router)
         if router.spans is not None:
             await asyncio.to_thread(router.spans.close)
         if router.splices is not None:
             router.splices.close()
         await handles.close()
         await engines.close()
+
+
+async def _give_back(router: Router) -> None:
+    """Have decode free what it keeps for handles that end with this process."""
+    settings, now = router.settings, time.time()
+    margin = settings.decode_ttl - settings.handle_ttl
+    kept = (handle for handle in router.handles.last_here() if handle.expires + margin > now)
+    freed, left = await router.releases.finish(kept)
+    if freed or left:
+        log.info("kept turns on decode: %d released, %d could not be", freed, left)
 
 
 def _store(settings: Settings, legs: Legs, on_drop: OnDrop) -> HandleStore:

@@ -4,7 +4,6 @@ What an engine keeps for a request (a stored response) stays with its decode leg
 remembers where the latest ones are.
 """
 
-import asyncio
 import hashlib
 import logging
 from collections import OrderedDict
@@ -31,7 +30,6 @@ from pd_router.legs import Leg
 from pd_router.parts import Router
 from pd_router.pipe import open_pipe
 from pd_router.relay import StreamRelay, body_without_handle
-from pd_router.settings import Settings
 from pd_router.sse import EventTooLarge
 
 log = logging.getLogger("pd_router")
@@ -257,17 +255,3 @@ def _response_id(event: bytes) -> Any:
 
 def _nothing() -> None:
     return None
-
-
-async def read_body(request: web.Request, settings: Settings) -> bytes:
-    """A request's body. Raises :class:`TurnError`: 413 for too large a one, 408 for one that
-    does not arrive."""
-    most = settings.max_body_bytes
-    if request.content_length is not None and request.content_length > most:
-        raise TurnError(413, "The request body is too large.", "invalid_request_error")
-    if request.content.is_eof():
-        return await request.read()  # All there already, as usual: nothing to wait for.
-    try:
-        return await asyncio.wait_for(request.read(), settings.body_timeout)
-    except asyncio.TimeoutError:
-        raise TurnError(408, "The request body did not arrive.", "invalid_request_error") from None

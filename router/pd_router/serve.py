@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pd_router.access import Access
 from pd_router.app import ACCESS, DRAIN, ROUTER, build_app
-from pd_router.errors import error_response
+from pd_router.connection import Server
 from pd_router.reload import reload
 from pd_router.settings import Settings, SettingsError
 
@@ -45,11 +45,13 @@ async def serve(settings: Settings, config: Path) -> None:
         max_line_size=settings.max_header_bytes,
         max_field_size=settings.max_header_bytes,
         max_headers=settings.max_headers,
+        # What is compressed is for read_body, which can answer as the path's clients read it.
+        auto_decompress=False,
         lingering_time=_LAST_SECONDS,
     )
     await runner.setup()
     assert runner.server is not None
-    runner.server.__class__ = _Server
+    Server.take_over(runner.server, lambda: app[ROUTER].settings.client_stall_timeout)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -109,37 +111,6 @@ def tls_of(settings: Settings) -> ssl.SSLContext | None:
         files = f"{settings.tls.certificate}, {settings.tls.key}"
         raise SettingsError(f"tls: {files}: {reason}") from None
     return context
-
-
-class _Server(web.Server):
-    """aiohttp has no setting for how what is not HTTP is answered; it is a method's matter."""
-
-    def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
-
-
-class _Connection(web.RequestHandler):
-    """A client's connection; what no handler sees is answered as everything else is."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        super().handle_error(request, status, exc, message)
-        if status < 500:
-            # What follows are the client's own bytes.
-            reason = (message or "").partition(":")[0].partition("\n")[0]
-            message = f"The request cannot be read: {reason}."
-            answer = error_response(status, message, "invalid_request_error")
-        else:
-            answer = error_response(status, "The router failed.", "internal_error")
-        answer.force_close()
-        return answer
 
 
 class _QuietLogger(logging.LoggerAdapter[logging.Logger]):

@@ -148,6 +148,13 @@ def test_the_router_accepts_what_is_rendered_for_it(tmp_path: Path) -> None:
         assert loaded.proof == "connector"
 
 
+@pytest.mark.parametrize("native", [None, True, False])
+def test_the_routers_native_part_can_be_turned_off(tmp_path: Path, native: bool | None) -> None:
+    render(spec(router={} if native is None else {"native": native}), tmp_path)
+    loaded = settings.load(tmp_path / "out" / "router.json")
+    assert loaded.native is (native is not False)
+
+
 def test_bidir_changes_that_flag_alone(tmp_path: Path) -> None:
     on, off = (render(P5EN, tmp_path / which, "--bidir", which) for which in ("on", "off"))
     assert on == render(P5EN, tmp_path / "spec")

@@ -79,6 +79,23 @@ def test_admin_with_a_token(start_router: StartRouter, keys: Path) -> None:
         assert answer.status_code == status
 
 
+def test_the_admin_token_opens_admin_beside_api_keys_and_nothing_else(
+    start_router: StartRouter, keys: Path, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("the-token\n")
+    router = start_router(api_keys_file=str(keys), admin_token_file=str(token))
+
+    def status(path: str, key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        return router.http.get(router.url + path, headers=headers).status_code
+
+    for path in ("/admin/legs", "/admin/process", "/%61dmin/legs"):
+        assert (status(path, "the-token"), status(path, "key-one")) == (200, 401)
+        assert router.get(path).status_code == 401
+    assert (status("/v1/models", "the-token"), status("/v1/models", "key-one")) == (401, 200)
+
+
 def test_conversations_are_seen_and_released(start_router: StartRouter) -> None:
     router = start_router()
     chats = [Chat(router, f"secret-{n}") for n in range(3)]

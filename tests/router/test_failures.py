@@ -105,6 +105,24 @@ def test_an_engines_refusal_is_passed_on(
     assert answer.json["error"]["code"] == status
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/score"])
+@pytest.mark.parametrize("status", [201, 204, 206, 301, 307])
+def test_what_is_neither_an_answer_nor_a_refusal_is_a_502(
+    router: Router, conversation: str, path: str, status: int
+) -> None:
+    """A client would take the error for an answer, or look for it elsewhere."""
+    for engine in router.engines:
+        engine.faults.append(status)
+    answer = router.post(Chat(router, conversation).body("Hello"), path)
+    assert answer.status == 502
+    assert answer.json["error"]["type"] == ("api_error" if "messages" in path else "engine_error")
+    for engine in router.engines:
+        engine.faults.clear()
+    if path == "/v1/chat/completions":
+        router.decode[0].faults.append(status)
+        assert router.post(Chat(router, conversation).body("Hello"), path).status == 502
+
+
 def test_a_refusal_that_repeats_the_request_is_cleaned(router: Router, conversation: str) -> None:
     router.decode[0].faults.append(ECHO_400)
     answer = Chat(router, conversation).say("Hello")

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -188,6 +189,31 @@ def test_a_client_that_reads_nothing_is_dropped(start_router: StartRouter) -> No
         )
         wait_for(lambda: router.decode[0].aborted == 1, "the engine's request ends")
     assert router.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/score"])
+def test_a_client_that_reads_nothing_of_a_whole_answer_is_dropped(
+    start_router: StartRouter, path: str
+) -> None:
+    router = start_router(client_stall_timeout=0.3)
+    router.decode[0].omit_handles = True  # It would take long over the proof.
+    router.decode[0].scripts.append(Script(content="x" * 8_000_000))
+    body = Chat(router, "c", stream=False).body("Hello")
+    if path == "/score":
+        body = {"input": "x" * 8_000_000}
+    raw = json.dumps(body).encode()
+    parts = urlsplit(router.url)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((parts.hostname, parts.port))
+        client.sendall(
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+            % (path.encode(), len(raw), raw)
+        )
+        assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
+        ends = f":{parts.port:04X} 0100007F:{client.getsockname()[1]:04X} 01 "
+        connections = Path("/proc/net/tcp")
+        wait_for(lambda: ends not in connections.read_text(), "the connection is over")
 
 
 @both

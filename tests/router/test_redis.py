@@ -240,6 +240,7 @@ def test_a_router_that_starts_again_finds_its_handles(
     chat = Chat(routers[0], "c")
     chat.say("Hello")
     routers[0].stop()
+    assert routers[0].decode[0].released_turns == []
     engines = routers[0].prefill, routers[0].decode
     routers.append(launch(tmp_path, *engines, state=server_url(routers[0]), state_timeout=30.0))
     chat.router = routers[-1]

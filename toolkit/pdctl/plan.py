@@ -103,6 +103,7 @@ def _router_config(spec: Spec, base: Path, engines: tuple[Leg, ...], on: bool) -
         "max_handles": router.max_handles,
         "deployment": spec.name,
         "state": router.state,
+        "native": router.native,
         "api_keys_file": file(router.api_keys_file),
         "admin_token_file": file(router.admin_token_file),
         "tls": {"certificate": file(router.tls_certificate), "key": file(router.tls_key)}

@@ -56,8 +56,12 @@ def dotted(where: Where) -> str:
     """``prefill.legs[0].port``"""
     text = ""
     for part in where:
-        text += f"[{part}]" if isinstance(part, int) else f".{_cut(part)}" if text else _cut(part)
+        text += f"[{part}]" if isinstance(part, int) else f".{_name(part)}" if text else _name(part)
     return text
+
+
+def _name(key: str) -> str:
+    return _cut(key) if key.strip() else shown(key)
 
 
 def shown(value: Any) -> str:

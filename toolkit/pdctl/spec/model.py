@@ -326,6 +326,11 @@ class Router(Section):
         description="Where handles are held: memory, or the redis:// URL of a Redis or Valkey "
         "that several routers share.",
     )
+    native: bool = Field(
+        True,
+        description="The plain parts of streams are passed on by the router's native part, where "
+        "it was built.",
+    )
     api_keys_file: str | None = Field(
         None,
         min_length=1,
