@@ -220,7 +220,7 @@ class Connection(asyncio.Protocol):
         self._last = data
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self.fail(Unanswered("not HTTP"))
 
     def eof_received(self) -> None:
@@ -238,6 +238,9 @@ class Connection(asyncio.Protocol):
     # What the parser calls.
 
     def on_message_begin(self) -> None:
+        if self._whole:
+            # Nobody has asked for it. The answer before it stands; the connection does not.
+            raise httptools.HttpParserError("more than one answer")
         self.status, self.headers, self._head_size = 0, {}, 0
         self._until_close, self._chunked = True, False
 
