@@ -78,9 +78,8 @@ def build_app(settings: Settings, access: Access) -> web.Application:
 def _turn_handler(app: web.Application, endpoint: Endpoint) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         router = app[ROUTER]
-        # Kept by the request: the turn reads it from there.
-        await read_body(request, router.settings)
-        return await Turn(router, endpoint, request).run()
+        raw = await read_body(request, router.settings)
+        return await Turn(router, endpoint, request, raw).run()
 
     return handle
 

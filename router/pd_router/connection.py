@@ -46,7 +46,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        # The kernel drops a client that takes nothing; streams see to it themselves as well.
+        # The kernel drops a client that takes nothing, of an answer's last bytes either.
         connection = transport.get_extra_info("socket")
         if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             milliseconds = min(int(self._stall_seconds * 1000), 2**31 - 1)

@@ -6,7 +6,6 @@ there is that.
 """
 
 import asyncio
-import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -250,7 +249,6 @@ async def open_pipe(
     writer = await response.prepare(request)
     assert writer is not None
     writer.send_headers()
-    _bound_silence(writer.transport, stall_seconds)
     return StreamPipe(
         answer,
         relay,
@@ -260,11 +258,3 @@ async def open_pipe(
         on_first=on_first,
         splices=splices,
     )
-
-
-def _bound_silence(transport: asyncio.WriteTransport | None, seconds: float) -> None:
-    """Let the kernel drop a client that takes nothing of the last bytes, either."""
-    connection = transport.get_extra_info("socket") if transport is not None else None
-    if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-        milliseconds = min(int(seconds * 1000), 2**31 - 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

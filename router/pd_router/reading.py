@@ -20,7 +20,7 @@ _AT_ONCE = 4096
 
 
 async def read_body(request: web.Request, settings: Settings) -> bytes:
-    """A request's body, which the request then keeps.
+    """A request's body.
 
     Raises :class:`TurnError`: 413 for too large a one, 408 for one that does not arrive, 415 for
     a ``Content-Encoding`` that is not known, 417 for such an ``Expect``, 400 for a body that is
@@ -42,12 +42,8 @@ async def read_body(request: web.Request, settings: Settings) -> bytes:
     if coding in _PLAIN or not raw:
         return raw
     if len(raw) <= _AT_ONCE:
-        body = _decompressed(raw, coding, most)
-    else:
-        body = await asyncio.to_thread(_decompressed, raw, coding, most)
-    # Whoever reads the request again gets this; aiohttp has no setting for it.
-    request._read_bytes = body
-    return body
+        return _decompressed(raw, coding, most)
+    return await asyncio.to_thread(_decompressed, raw, coding, most)
 
 
 async def expect_later(request: web.Request) -> None:

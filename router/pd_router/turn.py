@@ -62,8 +62,12 @@ class _Ahead(NamedTuple):
 class Turn(TurnState):
     """One request of a conversation and its answer."""
 
-    def __init__(self, router: Router, endpoint: Endpoint, request: web.Request) -> None:
+    def __init__(
+        self, router: Router, endpoint: Endpoint, request: web.Request, raw: bytes
+    ) -> None:
+        """``raw`` is the request's body."""
         super().__init__(router, endpoint, request)
+        self._raw = raw
         self._prompt: Prompt | None = None
         self._decode_began = 0.0
         self._decode_span: int | None = None
@@ -80,7 +84,7 @@ class Turn(TurnState):
         Raises :class:`TurnError` or :class:`EngineRefused` while nothing has been sent.
         """
         try:
-            body = TurnBody(self.endpoint, await self.request.read())
+            body = TurnBody(self.endpoint, self._raw)
             if body.stripped:
                 self.router.metrics.stripped.inc(body.stripped)
             self.router.budget.turn()

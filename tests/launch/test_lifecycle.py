@@ -171,6 +171,19 @@ def test_down_ends_what_ignores_sigterm_and_what_left_the_session(place: Place) 
     assert running(f"PDCTL_LEG={place.name}/prefill-0") == []
 
 
+def test_a_router_is_stopped_first_and_has_time_for_its_drain(place: Place) -> None:
+    place.spec["router"]["drain_timeout"] = "45s"
+    place.write()
+    place.pdctl("up", "SPEC")
+    stopping = [
+        line for line in place.pdctl("down", place.name).stderr.splitlines() if "most" in line
+    ]
+    assert stopping == [
+        "router-0: stopping, for at most 55 s",
+        "prefill-0, decode-0: stopping, for at most 20 s",
+    ]
+
+
 def test_down_leaves_a_process_alone_that_is_not_of_its_start(place: Place) -> None:
     place.pdctl("up", "SPEC")
     stranger = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,3 +141,9 @@ def test_processes_that_only_mention_the_mark_are_left_alone(start: Start, tmp_p
     finally:
         sleeper.kill()
         sleeper.wait(WAIT_SECONDS)
+
+
+def test_a_router_has_time_for_its_drain(tmp_path: Path) -> None:
+    render({**SPEC, "router": {"drain_timeout": "45500ms"}}, tmp_path)
+    script = (tmp_path / "out" / "cleanup.sh").read_text()
+    assert re.findall(r"grace=(\d+) ;;", script) == ["56", "20"]

@@ -4,6 +4,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+GRACE_SECONDS = 20.0
+"""For an engine to end by itself, before it is killed."""
+_AFTER_DRAIN_SECONDS = 10.0
+"""For a router: it tells the clients of cut-off streams, and decode what need not be kept."""
+
 NONCE = "{nonce}"
 """Stands in an engine id for the part that a start fills in."""
 
@@ -58,6 +63,13 @@ class Leg:
         """Base URL at which others reach it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+    @property
+    def grace(self) -> float:
+        """Seconds to end by itself, before it is killed."""
+        if self.role != "router":
+            return GRACE_SECONDS
+        return float(self.config["drain_timeout"]) + _AFTER_DRAIN_SECONDS
 
 
 @dataclass(frozen=True)

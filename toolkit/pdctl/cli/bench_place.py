@@ -57,7 +57,7 @@ def deployment_place(
         bring_up(deployment, timeout, progress.say, progress.watch)
 
     def down() -> None:
-        take_down(state, 20.0, progress.say)
+        take_down(state, None, progress.say)
 
     def leg_log(leg: str) -> str:
         try:

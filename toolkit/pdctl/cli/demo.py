@@ -45,7 +45,7 @@ def command(spec: Path, timeout: float, as_json: bool) -> None:
                     loaded.spec, deployment, run_id, bidir == "off", progress.say
                 )
             finally:
-                take_down(state, 20.0, progress.say)
+                take_down(state, None, progress.say)
     comparison = Comparison(turns["on"], turns["off"])
     problems = comparison.problems()
     if as_json:

@@ -12,11 +12,10 @@ from pdctl.launch.up import take_down
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
-    default=20.0,
-    show_default=True,
-    help="Seconds for a leg to end by itself before it is killed.",
+    help="Seconds for a leg to end by itself before it is killed; by default 20, and for the "
+    "router 10 more than its drain_timeout.",
 )
-def command(deployment: str, grace: float) -> None:
+def command(deployment: str, grace: float | None) -> None:
     """Stop every leg of DEPLOYMENT (a spec file or a deployment's name) that pdctl started.
 
     Logs stay. Nothing running is not an error.

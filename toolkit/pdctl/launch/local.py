@@ -17,7 +17,9 @@ from pdctl.render import leg_files
 
 def new_record(leg: Leg, bidirectional: bool) -> LegRecord:
     """The record of a start that is about to happen."""
-    return LegRecord(leg.name, leg.role, leg.url, bidirectional, uuid.uuid4().hex, time.time())
+    return LegRecord(
+        leg.name, leg.role, leg.url, bidirectional, uuid.uuid4().hex, time.time(), leg.grace
+    )
 
 
 def start(state: DeploymentState, leg: Leg, record: LegRecord) -> None:

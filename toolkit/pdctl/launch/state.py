@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdctl.errors import PdctlError
+from pdctl.legs import GRACE_SECONDS
 from pdctl.render import ROUTER_CONFIG, File
 
 KEPT_LOGS = 3
@@ -25,7 +26,8 @@ KEPT_LOGS = 3
 
 @dataclass(frozen=True)
 class LegRecord:
-    """One leg as it was started. ``started_at`` is Unix time in seconds."""
+    """One leg as it was started. ``started_at`` is Unix time in seconds, ``grace`` how many of
+    them it may take to end."""
 
     name: str
     role: str
@@ -33,6 +35,7 @@ class LegRecord:
     bidirectional: bool
     launch_id: str
     started_at: float
+    grace: float = GRACE_SECONDS
 
 
 class DeploymentState:

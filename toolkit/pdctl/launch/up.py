@@ -89,7 +89,7 @@ def bring_up(
             gone, wanted = _changes(deployment, state, say)
             # Before anything is stopped: what runs is not given up for what cannot start.
             check_addresses(wanted, own=[record.launch_id for record in gone])
-            _stop(state, gone, grace=20, say=say)
+            _stop(state, gone, None, say)
             for stage in (deployment.engines, (deployment.router,)):
                 for leg in stage:
                     if leg in wanted:
@@ -101,7 +101,7 @@ def bring_up(
         except BaseException:
             if started:
                 _quietly(say, f"stopping what was started: {', '.join(r.name for r in started)}")
-                _stop(state, started, grace=10, say=say)
+                _stop(state, started, 10, say)
             raise
 
 
@@ -166,28 +166,37 @@ def _ended(state: DeploymentState, status: LegStatus) -> str:
     return f"{status.record.name}: ended: {status.detail}\nlog: {state.log(status.record.name)}"
 
 
-def take_down(state: DeploymentState, grace: float, say: Say) -> None:
-    """Stop every leg on record: the router, then the engines.
+def take_down(state: DeploymentState, grace: float | None, say: Say) -> None:
+    """Stop every leg on record.
 
     Args:
-        grace: seconds for a leg to end by itself before it is killed.
+        grace: seconds for a leg to end by itself before it is killed; None: as many as it needs.
 
     Raises:
         PdctlError: something could not be stopped; it stays on record.
     """
     with state.lock():
-        records = list(state.records().values())
-        for stage in (
-            [record for record in records if record.role == "router"],
-            [record for record in records if record.role != "router"],
-        ):
-            _stop(state, stage, grace, say)
+        _stop(state, list(state.records().values()), grace, say)
 
 
-def _stop(state: DeploymentState, records: list[LegRecord], grace: float, say: Say) -> None:
-    """Stop legs and forget them. A ``say`` that fails (its reader has gone) changes nothing."""
-    if not records:
-        return
+def _stop(state: DeploymentState, records: list[LegRecord], grace: float | None, say: Say) -> None:
+    """Stop legs and forget them, the router first: it still needs the engines for its drain."""
+    for stage in (
+        [record for record in records if record.role == "router"],
+        [record for record in records if record.role != "router"],
+    ):
+        if stage:
+            _stop_stage(state, stage, grace, say)
+
+
+def _stop_stage(
+    state: DeploymentState, records: list[LegRecord], grace: float | None, say: Say
+) -> None:
+    """A ``say`` that fails (its reader has gone) changes nothing."""
+    if grace is None:
+        grace = max(record.grace for record in records)
+    names = ", ".join(record.name for record in records)
+    _quietly(say, f"{names}: stopping, for at most {grace:g} s")
     left = processes.stop(
         [record.launch_id for record in records], grace, lambda line: _quietly(say, line)
     )
