@@ -1,4 +1,5 @@
-"""pd-router beside the engines called directly and, if it is there, ``vllm-router``.
+"""pd-router beside the engines called directly, a proxy that does nothing of a turn's own work
+(``bare_proxy.py``) and, if it is there, ``vllm-router``.
 
 Everything runs here on loopback, each in its own process. Before the measured seconds come
 warm-up seconds; CPU is the router's own, from /proc.
@@ -20,9 +21,18 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+TARGETS = ["direct", "bare", "pd-router", "vllm-router"]
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
-from rig import cpu_seconds, engine, pd_router, process, rust_router, wait_for  # noqa: E402
+from rig import (  # noqa: E402
+    bare_proxy,
+    cpu_seconds,
+    engine,
+    pd_router,
+    process,
+    rust_router,
+    wait_for,
+)
 
 from ports import free_ports  # noqa: E402
 
@@ -53,7 +63,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rust", metavar="FOLDER", help="where vllm-router is installed")
-    parser.add_argument("--only", nargs="+", default=["direct", "pd-router", "vllm-router"])
+    parser.add_argument("--only", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--prefill-ms", type=float, default=5)
     parser.add_argument("--chunk-ms", type=float, default=10)
     parser.add_argument("--chunks", type=int, default=100)
@@ -128,6 +138,8 @@ def _one(
     env = {}
     if name == "pd-router":
         command, url = pd_router(Path(given.folder), ports[2], legs), urls[2]
+    elif name == "bare":
+        command, url = bare_proxy(ports[2], legs), urls[2]
     else:
         command, url = rust_router(given.rust, ports[3], ports[4], legs), urls[3]
         env = {"PYTHONPATH": given.rust}

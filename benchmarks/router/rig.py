@@ -75,6 +75,13 @@ def pd_router(folder: Path, port: int, legs: list[tuple[str, str]], **settings: 
     return [sys.executable, "-m", "pd_router", "--config", str(path)]
 
 
+def bare_proxy(port: int, legs: list[tuple[str, str]]) -> list[str]:
+    command = [sys.executable, str(HERE / "bare_proxy.py"), "--port", str(port)]
+    for role, url in legs:
+        command += [f"--{role}", url]
+    return command
+
+
 def rust_router(folder: str, port: int, metrics: int, legs: list[tuple[str, str]]) -> list[str]:
     command = [sys.executable, str(Path(folder) / "bin" / "vllm-router")]
     command += ["--vllm-pd-disaggregation", "--policy", "round_robin", "--kv-connector", "nixl"]
