@@ -111,7 +111,7 @@ def use_queue() -> None:
     """A chunk waits in a queue, and a task writes it: what an HTTP client's and server's usual
     streaming interfaces do."""
     from pd_router import pipe  # noqa: PLC0415
-    from pd_router.engines import answer_failures  # noqa: PLC0415
+    from pd_router.engines import failed  # noqa: PLC0415
 
     async def run(self: Any) -> None:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -120,8 +120,10 @@ def use_queue() -> None:
         while (piece := await queue.get()) is not None:
             if events := self._relay.feed(piece):
                 await self._writer.write(events)
-        with answer_failures(self._answer.leg):
+        try:
             await self._engine.end
+        except (asyncio.TimeoutError, OSError) as error:
+            raise failed(self._answer.leg, error) from error
 
     pipe.StreamPipe.run = run  # type: ignore[method-assign]
 
