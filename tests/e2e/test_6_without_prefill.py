@@ -15,7 +15,9 @@ from pd_connector.contract import Outcome
 from pdctl.conversation import user_text
 from tests.waiting import until
 
+from .conftest import Conversation
 from .pair import TOKENS, Pair, pinned
+from .routers import listens
 from .test_6_connector import check, hit
 
 pytestmark = pytest.mark.e2e_connector
@@ -97,3 +99,13 @@ def test_with_bidirectional_off_all_that_is_told_agrees(pair: Pair, without_read
     turn = pair.prefill(prompt, handle)
     check(pair, Outcome.DISABLED, prompt, turn, before)
     assert pair.decode(prompt, turn)["choices"][0]["text"] == pair.plain(prompt)
+
+
+def test_a_conversation_with_bidirectional_off(pair: Pair, without_readback: None) -> None:
+    until("the router sees prefill", lambda: listens(pair.deployment.router_url))
+    conversation = Conversation(pair.deployment)
+    first, second = conversation.say(), conversation.say()
+    assert first.outcome == Outcome.MISS.value
+    assert second.outcome == Outcome.DISABLED.value
+    assert second.tokens_read == 0
+    assert second.text == conversation.plain()
