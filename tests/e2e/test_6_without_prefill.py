@@ -15,7 +15,6 @@ from pd_connector.contract import Outcome
 from pdctl.conversation import user_text
 from tests.waiting import until
 
-from .conftest import Conversation
 from .pair import TOKENS, Pair, pinned
 from .routers import listens
 from .test_6_connector import check, hit
@@ -102,10 +101,14 @@ def test_with_bidirectional_off_all_that_is_told_agrees(pair: Pair, without_read
 
 
 def test_a_conversation_with_bidirectional_off(pair: Pair, without_readback: None) -> None:
-    until("the router sees prefill", lambda: listens(pair.deployment.router_url))
-    conversation = Conversation(pair.deployment)
-    first, second = conversation.say(), conversation.say()
-    assert first.outcome == Outcome.MISS.value
-    assert second.outcome == Outcome.DISABLED.value
-    assert second.tokens_read == 0
-    assert second.text == conversation.plain()
+    url, name = pair.deployment.router_url, secrets.token_hex(8)
+    until("the router sees prefill", lambda: listens(url))
+    prompt, seen = user_text(name, 600), []
+    for _ in range(2):
+        answer = pair.post(url, None, prompt, TOKENS, conversation_id=name)
+        text = answer.json()["choices"][0]["text"]
+        assert text == pair.plain(prompt)
+        assert int(answer.headers.get(contract.HEADER_TOKENS_READ, 0)) == 0
+        seen.append(answer.headers[contract.HEADER_REUSE])
+        prompt += text + user_text("more", 200)
+    assert seen == [Outcome.MISS.value, Outcome.DISABLED.value]
