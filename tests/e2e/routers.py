@@ -142,10 +142,9 @@ def read(answer: httpx.Response) -> int:
     return int(answer.headers[contract.HEADER_TOKENS_READ])
 
 
-def pins(deployment: Deployment) -> int:
-    """Finished turns that decode keeps."""
-    kept: int = leases(deployment)["pins"]
-    return kept
+def pins(deployment: Deployment) -> set[str]:
+    """Finished turns that decode keeps. Those of before end meanwhile, each at its own time."""
+    return {turn["id"] for turn in leases(deployment)["turns"]}
 
 
 def leases(deployment: Deployment) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -186,12 +187,14 @@ def test_the_answer_is_an_engines_own(
     deployment: Deployment, path: str, fields: dict[str, Any]
 ) -> None:
     body = body_of(path, fields)
-    through = deployment.client.post(f"{deployment.router_url}{path}", json=body)
-    direct = deployment.client.post(f"{deployment.prefill_url}{path}", json=body)
+    urls = (deployment.router_url, deployment.prefill_url)
+    with ThreadPoolExecutor() as both:
+        asked = [both.submit(deployment.client.post, f"{url}{path}", json=body) for url in urls]
+        through, direct = (each.result() for each in asked)
     seen = through.content + repr(through.headers.raw).encode()
     secrets = [contract.KV_TRANSFER_PARAMS, "remote_", "pd_tokens", f"{deployment.name}-"]
-    urls = (deployment.prefill_url, deployment.decode_url)
-    secrets += [url.removeprefix("http://") for url in urls]
+    engines = (deployment.prefill_url, deployment.decode_url)
+    secrets += [url.removeprefix("http://") for url in engines]
     assert [secret for secret in secrets if secret.encode() in seen] == []
     assert through.status_code == direct.status_code, (through.text, direct.text)
     if direct.status_code == 200:

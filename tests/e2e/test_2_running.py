@@ -121,7 +121,7 @@ def test_a_stream_outlives_its_leg(deployment: Deployment, start: Start) -> None
         until("the legs are others", lambda: "reloaded: prefill-b, decode-b" in router.log)
         assert stream.under_way()
         stream.finish()
-    until("decode keeps nothing of it", lambda: pins(deployment) == before)
+    until("decode keeps nothing of it", lambda: pins(deployment) <= before)
     assert outcome(chat.say(50)) == Outcome.MISS.value
     assert outcome(chat.say(50)) == Outcome.HIT.value
 
@@ -150,12 +150,12 @@ def test_a_released_conversation_is_free_and_starts_anew(
     before = pins(deployment)
     chat = Chat(deployment, router.url, conversation_id="released")
     chat.say()
-    assert pins(deployment) == before + 1
+    assert len(pins(deployment) - before) == 1
     admin = f"{router.url}{contract.ADMIN_PATH}/conversations"
     (held,) = deployment.client.get(admin).json()["conversations"]
     assert (held["leg"], held["usable"]) == ("decode-0", True)
     assert deployment.client.delete(f"{admin}/{held['id'][:12]}").json() == {"released": 1}
-    until("decode has let it go", lambda: pins(deployment) == before)
+    until("decode has let it go", lambda: pins(deployment) <= before)
     assert outcome(chat.say(50)) == Outcome.MISS.value
     assert outcome(chat.say(50)) == Outcome.HIT.value
 
@@ -190,7 +190,7 @@ def test_a_client_that_leaves_leaves_nothing(
     chat = Chat(deployment, router.url, conversation_id="leaves")
     if phase == "readback":
         chat.say()
-        assert pins(deployment) == before + 1
+        assert len(pins(deployment) - before) == 1
     text = user_text(uuid.uuid4().hex, 300 if phase == "decode" else 6000)
     body = {
         "model": "canary",
@@ -211,6 +211,6 @@ def test_a_client_that_leaves_leaves_nothing(
             assert metric(deployment, decode, running) == 0
     until("the engines are idle", lambda: idle(deployment))
     until("prefill's blocks are free", lambda: blocks(deployment, prefill) == 0)
-    until("decode keeps nothing more", lambda: pins(deployment) == before)
+    until("decode keeps nothing more", lambda: pins(deployment) <= before)
     until("decode's blocks are free", lambda: blocks(deployment, decode) <= used)
     assert outcome(chat.say(50)) == Outcome.MISS.value

@@ -3,15 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from pd_connector import contract, telemetry
+from pd_connector import contract
 from pd_connector.contract import Outcome
 from pdctl.conversation import user_text
 from tests.waiting import until
@@ -116,71 +114,3 @@ def test_a_foreign_port_in_a_handle_is_recomputed(deployment: Deployment) -> Non
     text, handle = deployment.finished_turn(user_text("port", 400))
     handle |= {contract.REMOTE_PORT: 1, contract.REMOTE_ENGINE_ID: "nobody"}
     assert prefill_with(deployment, text, handle) == Outcome.FAILED.value
-
-
-def test_prefill_with_bidirectional_off_beside_decode_with_it_on(
-    deployment: Deployment, tmp_path: Path
-) -> None:
-    deployment.pdctl("render", "SPEC", "--bidir", "off", "-o", str(tmp_path))
-    kill_group(deployment.status()["prefill-0"], signal.SIGTERM)
-    until("prefill has stopped", lambda: deployment.status()["prefill-0"]["phase"] == "dead")
-    with (tmp_path / "prefill.log").open("wb") as log:
-        off = subprocess.Popen(
-            ["bash", str(tmp_path / "prefill-0.sh")],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        until(
-            "prefill with bidirectional off is up",
-            lambda: healthy(deployment, deployment.prefill_url),
-            300,
-        )
-        until("the router sees it", lambda: healthy(deployment, deployment.router_url))
-        conversation = Conversation(deployment)
-        first, second = conversation.say(), conversation.say()
-        assert first.outcome == Outcome.MISS.value
-        assert second.outcome == Outcome.DISABLED.value
-        assert second.tokens_read == 0
-        assert second.text == conversation.plain()
-    finally:
-        os.killpg(off.pid, signal.SIGTERM)
-        off.wait(60)
-
-
-def test_bidirectional_off_is_told_by_verify(deployment: Deployment) -> None:
-    changed = deployment.pdctl("up", "SPEC", "--bidir", "off")
-    assert "decode-0: changed in the spec, restarting it" in changed.stderr
-    result = deployment.pdctl("verify", "SPEC", "--bidir", "off", ok=False)
-    assert result.returncode == 1
-    assert "FAIL  decode returned a handle" in result.stdout
-    conversation = Conversation(deployment)
-    conversation.say()
-    assert conversation.say().outcome == Outcome.DISABLED.value
-
-
-def test_a_turn_after_the_decode_ttl(deployment: Deployment) -> None:
-    deployment.spec["kv_transfer"]["decode_ttl"] = "2s"
-    deployment.spec["router"]["handle_ttl"] = "1s"
-    deployment.write()
-    # The preflight would not start it.
-    deployment.pdctl("up", "SPEC", "--skip-checks")
-
-    # Sent at once: prefill declines it, since less than its margin of 5 s is left.
-    conversation = Conversation(deployment)
-    conversation.say()
-    turn = conversation.say()
-    assert turn.text == conversation.plain()
-    assert turn.outcome == Outcome.EXPIRED.value
-
-    until("decode has let the blocks go", lambda: kept_turns(deployment) == 0)
-    turn = conversation.say()
-    assert turn.text == conversation.plain()
-    assert turn.outcome == Outcome.EXPIRED.value
-
-
-def kept_turns(deployment: Deployment) -> float:
-    lines = deployment.client.get(f"{deployment.decode_url}/metrics").text.splitlines()
-    name = telemetry.ENGINE_PINS.name
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))

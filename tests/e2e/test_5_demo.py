@@ -15,6 +15,7 @@ def test_the_demo_reads_back_and_answers_alike(deployment: Deployment) -> None:
     turns = {(turn["bidirectional"], turn["turn"]): turn for turn in shown["turns"]}
     assert turns["on", 2]["outcome"] == "hit"
     assert turns["on", 2]["tokens_read_back"] >= 0.9 * turns["on", 1]["prompt_tokens"]
+    assert turns["off", 2]["outcome"] == "disabled"
     assert turns["off", 2]["tokens_read_back"] == 0
     assert turns["on", 2]["answer"] == turns["off", 2]["answer"] == turns["off", 2]["plain_answer"]
     assert deployment.status() == {}

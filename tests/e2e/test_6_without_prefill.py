@@ -16,6 +16,7 @@ from pdctl.conversation import user_text
 from tests.waiting import until
 
 from .pair import TOKENS, Pair, pinned
+from .routers import listens
 from .test_6_connector import check, hit
 
 pytestmark = pytest.mark.e2e_connector
@@ -97,3 +98,17 @@ def test_with_bidirectional_off_all_that_is_told_agrees(pair: Pair, without_read
     turn = pair.prefill(prompt, handle)
     check(pair, Outcome.DISABLED, prompt, turn, before)
     assert pair.decode(prompt, turn)["choices"][0]["text"] == pair.plain(prompt)
+
+
+def test_a_conversation_with_bidirectional_off(pair: Pair, without_readback: None) -> None:
+    url, name = pair.deployment.router_url, secrets.token_hex(8)
+    until("the router sees prefill", lambda: listens(url))
+    prompt, seen = user_text(name, 600), []
+    for _ in range(2):
+        answer = pair.post(url, None, prompt, TOKENS, conversation_id=name)
+        text = answer.json()["choices"][0]["text"]
+        assert text == pair.plain(prompt)
+        assert int(answer.headers.get(contract.HEADER_TOKENS_READ, 0)) == 0
+        seen.append(answer.headers[contract.HEADER_REUSE])
+        prompt += text + user_text("more", 200)
+    assert seen == [Outcome.MISS.value, Outcome.DISABLED.value]

@@ -1,116 +1,47 @@
 """The real pair under load, watched by real Prometheus and Alertmanager, its spans received.
 
-One deployment: its start, then load, then the three troubles that operators meet.
+One deployment: its start, then load, then two troubles that operators meet. A third, a leg that
+disagrees, is in test_2_doctor.
 """
 
 import bisect
 import json
 import math
-import os
-import signal
 import statistics
-import subprocess
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from pd_connector import contract, telemetry
-from pdctl.conversation import user_text
-from pdctl.launch.local import cannot_listen
+from pd_connector import telemetry
+from pd_connector.contract import READ_MARGIN_SECONDS
 from pdctl.observe.boards import BOARDS
 from pdctl.observe.panel import Panel, Scope, fill
-from pdctl.observe.prometheus import Prometheus
-from tests.e2e.conftest import Deployment
 from tests.observe.exemplars import bucket_traces
 from tests.observe.otlp_receiver import OtlpReceiver
 from tests.ports import free_ports
-from tests.programs import program
-from tests.waiting import until as until_within
+
+from .conftest import Deployment
+from .legs import metric
+from .watch import ANSWER_TOKENS, Load, Sample, Watch, until
 
 pytestmark = pytest.mark.e2e_observability
 
-ANSWER_TOKENS = 16
 TURNS, BEGINNINGS = 4, 4
 DECODE_TTL = 20
-ALERT_WINDOW = 4
 
 
-def until(what: str, holds: Callable[[], Any], seconds: float = 150.0) -> None:
-    """Engines start and stop, and blocks live half a minute."""
-    until_within(what, holds, seconds)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One turn as its client saw it."""
-
-    outcome: str
-    prompt_tokens: int
-    tokens_read: int
-    read_bytes: int
-    ttft: float
-
-
-@dataclass
-class Load:
-    """Conversations through the router, and the record of their turns."""
-
-    router: str
-    samples: list[Sample] = field(default_factory=list)
-    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=300, trust_env=False))
-
-    def turn(self, talk: list[dict[str, str]], name: str, **headers: str) -> Sample:
-        """The next turn of a conversation; its answer joins it."""
-        talk.append({"role": "user", "content": user_text(f"{name}-{len(talk)}", 400)})
-        body = {
-            "model": Deployment.model,
-            "messages": talk,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": ANSWER_TOKENS,
-            "temperature": 0,
-            contract.CONVERSATION_ID: name,
-        }
-        text, seconds, began = "", math.nan, time.perf_counter()
-        url = f"{self.router}/v1/chat/completions"
-        with self.client.stream("POST", url, json=body, headers=headers) as answer:
-            assert answer.status_code == 200, answer.read()
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                if math.isnan(seconds):
-                    seconds = time.perf_counter() - began
-                for choice in json.loads(line[6:])["choices"]:
-                    text += choice["delta"].get("content") or ""
-        talk.append({"role": "assistant", "content": text})
-        told = answer.headers
-        sample = Sample(
-            told[contract.HEADER_REUSE],
-            int(told[contract.HEADER_PROMPT_TOKENS]),
-            int(told.get(contract.HEADER_TOKENS_READ, 0)),
-            int(told.get(contract.HEADER_READ_BYTES, 0)),
-            seconds,
-        )
-        self.samples.append(sample)
-        return sample
-
-
-@dataclass
-class Watched:
+class Watched(Watch):
     """What the tests share."""
 
-    deployment: Deployment
-    receiver: OtlpReceiver
-    load: Load
-    prometheus: Prometheus
-    alertmanager: str
+    def __init__(self, deployment: Deployment, receiver: OtlpReceiver) -> None:
+        super().__init__(deployment, ttft_slo="25s")
+        self.receiver = receiver
+        self.load = Load(deployment.router_url)
 
     def panel(self, title: str) -> Panel:
         return next(panel for board in BOARDS for panel in board.panels if panel.title == title)
@@ -122,55 +53,24 @@ class Watched:
         found = self.prometheus.instant(fill(query.expr, scope))
         return {series.labels.get(label, ""): series.value for series in found}
 
-    def firing(self, name: str) -> dict[str, Any] | None:
-        """An alert as Alertmanager has it."""
-        alerts = self.load.client.get(f"{self.alertmanager}/api/v2/alerts").json()
-        return next((each for each in alerts if each["labels"]["alertname"] == name), None)
-
-    def playbook(self, name: str) -> str:
-        """The page that a firing alert's runbook_url leads to."""
-        alert = self.firing(name)
-        assert alert is not None
-        answer = self.load.client.get(alert["annotations"]["runbook_url"])
-        assert answer.status_code == 200
-        return answer.text
-
 
 @pytest.fixture(scope="module")
 def watched(deployment: Deployment) -> Iterator[Watched]:
     """Legs restarted for this, so that every counter starts at zero."""
-    for name in ("prometheus", "prometheus-alertmanager"):
-        program(name)
-    ports = free_ports(5)
-    receiver = OtlpReceiver(*ports[:2])
     before = json.loads(json.dumps(deployment.spec))
+    receiver = OtlpReceiver(*free_ports(2))
     spec = deployment.spec
     spec["kv_transfer"]["decode_ttl"] = f"{DECODE_TTL}s"
     spec["router"] |= {"handle_ttl": f"{DECODE_TTL - 1}s", "route": "readback"}
     spec["observability"] |= {"otlp_endpoint": receiver.grpc_url, "otlp_protocol": "grpc"}
-    spec["observability"]["stack"] |= {
-        "prometheus_port": ports[2],
-        "alertmanager_port": ports[3],
-        "grafana_port": ports[4],
-        "scrape_interval": "1s",
-        "alert_window": f"{ALERT_WINDOW}s",
-        "ttft_slo": "25s",
-    }
-    deployment.write()
+    watched = Watched(deployment, receiver)
     deployment.pdctl("down", deployment.name, "--grace", "10", ok=False)
     deployment.pdctl("up", "SPEC")
     deployment.pdctl("observe", "up", "SPEC")
-    load = Load(deployment.router_url)
     try:
-        yield Watched(
-            deployment,
-            receiver,
-            load,
-            Prometheus(f"http://127.0.0.1:{ports[2]}"),
-            f"http://127.0.0.1:{ports[3]}",
-        )
+        yield watched
     finally:
-        load.client.close()
+        watched.load.client.close()
         deployment.pdctl("observe", "down", deployment.name)
         deployment.pdctl("down", deployment.name, "--grace", "10")
         receiver.close()
@@ -344,21 +244,37 @@ def check_times(spans: list[dict[str, Any]], sample: Sample) -> None:
 
 
 def test_quiet_before_trouble(loaded: Watched) -> None:
-    alerts = loaded.load.client.get(f"{loaded.alertmanager}/api/v2/alerts").json()
-    assert [alert["labels"]["alertname"] for alert in alerts] == []
+    assert [alert["labels"]["alertname"] for alert in loaded.alerts()] == []
 
 
 def test_turns_that_come_too_late(loaded: Watched) -> None:
+    deployment, load = loaded.deployment, loaded.load
+    name, talk = uuid.uuid4().hex, []
     talks: dict[str, list[dict[str, str]]] = {uuid.uuid4().hex: [] for _ in range(6)}
-    for name, talk in talks.items():
-        loaded.load.turn(talk, name)
-    pins = f'{telemetry.ENGINE_PINS.name}{{deployment="{loaded.deployment.name}",role="decode"}}'
+    for each, begun in talks.items():
+        load.turn(begun, each)
+    load.turn(talk, name)
+    finished = time.monotonic()
+
+    # The router still has the handle; prefill declines it, since less than its margin is left.
     until(
-        "decode has let all turns go",
-        lambda: [series.value for series in loaded.prometheus.instant(pins)] == [0],
+        "less than the margin is left",
+        lambda: time.monotonic() > finished + DECODE_TTL - READ_MARGIN_SECONDS + 1,
     )
-    late = [loaded.load.turn(talk, name).outcome for name, talk in talks.items()]
+    declined = metric(deployment, deployment.prefill_url, telemetry.ENGINE_DECLINED.name)
+    assert load.turn(talk, name).outcome == "expired"
+    now = metric(deployment, deployment.prefill_url, telemetry.ENGINE_DECLINED.name)
+    assert now == declined + 1
+    assert talk[-1]["content"] == deployment.plain(talk[:-1], ANSWER_TOKENS)
+
+    pins = f'{telemetry.ENGINE_PINS.name}{{deployment="{deployment.name}",role="decode"}}'
+    until(
+        "decode has let all turns go but the last",
+        lambda: [series.value for series in loaded.prometheus.instant(pins)] == [1],
+    )
+    late = [load.turn(begun, each).outcome for each, begun in talks.items()]
     assert late == ["expired"] * 6
+    assert begun[-1]["content"] == deployment.plain(begun[:-1], ANSWER_TOKENS)
     until("the alert", lambda: loaded.firing("PdHandlesExpire"))
     assert "decode_ttl" in loaded.playbook("PdHandlesExpire")
 
@@ -377,53 +293,3 @@ def test_another_provider_than_the_spec_names(loaded: Watched) -> None:
     assert alert["labels"]["provider"] not in ("", "efa")
     assert "efa" in loaded.playbook("PdProviderFallback")
     loaded.deployment.pdctl("observe", "up", "SPEC")
-
-
-def test_always_a_miss(loaded: Watched) -> None:
-    """Decode was left without bidirectional transfer: it returns no handles."""
-    deployment = loaded.deployment
-    scripts = deployment.folder / "off"
-    secret = deployment.folder / "state" / deployment.name / "secret"
-    deployment.pdctl("render", "SPEC", "--bidir", "off", "-o", str(scripts))
-    leg = deployment.status()["decode-0"]
-    os.kill(leg["pid"], signal.SIGTERM)
-    side_channel = deployment.spec["decode"]["legs"][0]["side_channel_port"]
-    until("decode has ended", lambda: deployment.status()["decode-0"]["phase"] == "dead")
-    until("its ports are free", lambda: not cannot_listen("127.0.0.1", side_channel))
-    with (deployment.folder / "decode-off.log").open("wb") as log:
-        process = subprocess.Popen(
-            ["bash", str(scripts / "decode-0.sh")],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | {contract.SECRET_FILE_VARIABLE: str(secret)},
-        )
-    try:
-        health = f"{deployment.decode_url}/health"
-        until("decode is back", lambda: _answers(loaded.load.client, health), 240)
-        until(
-            "the router sees it",
-            lambda: _answers(loaded.load.client, f"{deployment.router_url}/health"),
-        )
-        name: str = uuid.uuid4().hex
-        talk: list[dict[str, str]] = []
-
-        def missed() -> bool:
-            if len(talk) > 16:
-                talk.clear()
-            assert loaded.load.turn(talk, name).outcome == "miss"
-            return loaded.firing("PdAlwaysMiss") is not None
-
-        until("the alert", missed, 180)
-        assert "bidirectional" in loaded.playbook("PdAlwaysMiss")
-        until("legs disagree", lambda: loaded.firing("PdBidirectionalDisagree"))
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
-
-
-def _answers(client: httpx.Client, url: str) -> bool:
-    try:
-        return client.get(url, timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False

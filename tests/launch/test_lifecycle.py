@@ -198,9 +198,7 @@ def test_down_leaves_a_process_alone_that_is_not_of_its_start(place: Place) -> N
 
 
 def test_a_taken_port_is_told_before_anything_starts(place: Place) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", place.spec["decode"]["legs"][0]["port"]))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", place.spec["decode"]["legs"][0]["port"])):
         up = place.pdctl("up", "SPEC", code=1)
     port = place.spec["decode"]["legs"][0]["port"]
     assert (
@@ -281,10 +279,8 @@ def test_a_damaged_record_is_one_clear_line(place: Place) -> None:
 def test_a_changed_leg_that_cannot_listen_costs_nothing_that_runs(place: Place) -> None:
     place.pdctl("up", "SPEC")
     before = place.pids()
-    with socket.socket() as taken:
-        port = free_ports(1)[0]
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
+    port = free_ports(1)[0]
+    with socket.create_server(("127.0.0.1", port)):
         place.spec["decode"]["legs"][0]["port"] = port
         place.write()
         up = place.pdctl("up", "SPEC", code=1)
@@ -295,10 +291,8 @@ def test_a_changed_leg_that_cannot_listen_costs_nothing_that_runs(place: Place) 
 def test_the_side_channel_is_looked_for_at_its_own_address(place: Place) -> None:
     place.spec["prefill"]["legs"][0]["side_channel_host"] = "127.0.0.2"
     place.write()
-    with socket.socket() as taken:
-        port = place.spec["prefill"]["legs"][0]["side_channel_port"]
-        taken.bind(("127.0.0.2", port))
-        taken.listen()
+    port = place.spec["prefill"]["legs"][0]["side_channel_port"]
+    with socket.create_server(("127.0.0.2", port)):
         up = place.pdctl("up", "SPEC", code=1)
     assert f"prefill-0: port {port} on 127.0.0.2 is taken" in up.stderr
 
@@ -357,10 +351,8 @@ def test_a_port_that_does_not_speak_http_is_told(place: Place) -> None:
     router = place.legs()["router-0"]
     os.kill(router["pid"], signal.SIGSTOP)
     record = place.folder / f"state/{place.name}/router-0.json"
-    with socket.socket() as other:
-        port = free_ports(1)[0]
-        other.bind(("127.0.0.1", port))
-        other.listen()
+    port = free_ports(1)[0]
+    with socket.create_server(("127.0.0.1", port)) as other:
         answer = threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0\r\n\r\n"))
         answer.start()
         record.write_text(

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from router_rig import DEADLINE, Router, wait_for
-
-from ports import free_ports
+from tests.ports import free_ports
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"

@@ -20,8 +20,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tests.ports import free_ports
+
 from fake_engine import FakeEngine
-from ports import free_ports
 
 DEADLINE = 60.0
 

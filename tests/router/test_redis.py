@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import redis
 from router_rig import Chat, Router, StartRouter, launch, wait_for
+from tests.ports import free_ports
 
 from fake_engine import FakeEngine
 from pd_router.handles import Handle
 from pd_router.history import Past
 from pd_router.packing import pack
 from pd_router.store_redis import RedisStore
-from ports import free_ports
 
 pytestmark = pytest.mark.skipif(
     shutil.which("redis-server") is None, reason="there is no redis-server here"

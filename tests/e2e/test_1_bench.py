@@ -14,10 +14,8 @@ LENGTHS = "1024,2048,3072,4096"
 
 @pytest.fixture(scope="module")
 def compared(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Off and on over the sweep; on is left running."""
+    """Off and on over the sweep; on is left running, also for the files that follow."""
     deployment.pdctl("down", deployment.name)
-    deployment.spec["kv_transfer"] |= {"connector": "pdctl", "decode_ttl": "300s"}
-    deployment.write()
     out = tmp_path_factory.mktemp("bench") / "run"
     deployment.pdctl(
         "bench", "SPEC", "--lengths", LENGTHS, "--answer-tokens", "16", "--repeats", "3",
