@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from pd_connector.contract import KV_TRANSFER_PARAMS
+from pd_router.alike import Alike, like_the_last
 
 COMPLETE = frozenset({"stop", "length", "tool_calls"})
 """Finish reasons of an answer that ended by itself."""
@@ -51,6 +52,7 @@ class Answer:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     handle: dict[str, Any] | None = None
+    _alike: Alike | None = None
     unreadable: bool = False
     """It has an error, a second choice or a part that is not understood here."""
 
@@ -67,13 +69,45 @@ class Answer:
         calls = [self.tool_calls[index] for index in sorted(self.tool_calls)]
         return {"role": self.role, "content": self.text, "tool_calls": calls}
 
-    def add_middle(self, chunks: bytes) -> bool:
-        """Take in a JSON array of chunks if all are plain text in the midst of an answer.
+    def add_events(self, events: bytes) -> bool:
+        """Take in whole events if all are plain text in the midst of an answer.
 
         Else nothing is taken in, and False is returned.
         """
+        alike = self._alike or self._find_alike(events)
+        start = -1 if alike is None else alike.start_in(events)
+        text = None if alike is None or start < 0 else alike.text_of(events[start:])
+        if text is None:
+            self._alike = None
+            return self._add_chunks(events)
+        if start and not self._add_chunks(events[:start]):
+            return False
+        self.content.append(text)
+        self._alike = alike
+        return True
+
+    def _find_alike(self, events: bytes) -> Alike | None:
+        alike = like_the_last(events)
+        if alike is None:
+            return None
         try:
-            plain = _middle_chunks(chunks)
+            plain = _middle_chunks(b"[" + alike.empty + b"]")
+        except (msgspec.DecodeError, RecursionError):
+            return None
+        choices = [choice for chunk in plain for choice in chunk.choices]
+        if len(plain) != 1 or len(choices) != 1:
+            return None
+        text, delta = choices[0].text, choices[0].delta
+        if (text, delta) == ("", None):
+            return alike
+        return alike if text is None and delta == _Delta(content="") else None
+
+    def _add_chunks(self, events: bytes) -> bool:
+        if not events.startswith(b"data: "):
+            return False
+        try:
+            # As vLLM sends them: JSON has no line ends of its own.
+            plain = _middle_chunks(b"[" + events[6:-2].replace(b"\n\ndata: ", b",") + b"]")
         except (msgspec.DecodeError, RecursionError):
             return False
         for chunk in plain:

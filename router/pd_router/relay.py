@@ -150,11 +150,8 @@ class StreamRelay:
             return
         events = b"".join(self._pending)
         self._pending, self._pending_bytes = [], 0
-        if events.startswith(b"data: "):
-            # As vLLM sends them: JSON has no line ends of its own.
-            chunks = b"[" + events[6:-2].replace(b"\n\ndata: ", b",") + b"]"
-            if self._answer.add_middle(chunks):
-                return
+        if self._answer.add_events(events):
+            return
         for data in map(sse.data_of, sse.Splitter(len(events)).feed(events)):
             if data:
                 self._note(_body(data))
