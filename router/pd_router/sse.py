@@ -34,6 +34,8 @@ class Splitter:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The events that ``chunk`` completes. Raises :class:`EventTooLarge`."""
+        if not self._buffer and not self._after_cr and _is_plain(chunk):
+            return [event + b"\n\n" for event in chunk[:-2].split(b"\n\n")]
         events = []
         if self._after_cr and chunk.startswith(b"\n"):
             # The rest of a line end that was split, and with it of the event before.
@@ -51,6 +53,11 @@ class Splitter:
         if self._scanned > self._max_event:
             raise EventTooLarge(f"an event of more than {self._max_event} bytes")
         return events
+
+
+def _is_plain(chunk: bytes) -> bool:
+    """Whole events with line feeds alone, as nearly every chunk is."""
+    return chunk.endswith(b"\n\n") and b"\r" not in chunk and b"\n\n\n" not in chunk
 
 
 def data_of(event: bytes) -> bytes:
