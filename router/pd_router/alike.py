@@ -45,15 +45,14 @@ class Alike:
             return None
         return text if isinstance(text, str) else None
 
-    @property
-    def empty(self) -> bytes:
-        """An event's JSON, with a text of nothing."""
-        return (self.head + self.tail)[len(b"data: ") : -len(_END)]
+    def json_with(self, text: bytes) -> bytes:
+        """What such an event says."""
+        return (self.head + text + self.tail)[len(b"data: ") : -len(_END)]
 
 
 def like_the_last(events: bytes) -> Alike | None:
     """What the last of whole events may have in common with others; whether its text is where
-    it seems to be, :attr:`Alike.empty` has to tell."""
+    it seems to be, :meth:`Alike.json_with` has to tell."""
     event = (
         events[events.rfind(_END, 0, -len(_END)) + len(_END) :] if _END in events[:-2] else events
     )

@@ -15,6 +15,7 @@ _LOOK_SECONDS = (0.01, 0.1, 0.5)
 """After how long it is looked whether a client that sends no more has gone; then every so often
 as the last says."""
 _TCP_CLOSE = 7
+"""In tcp_info's first byte (Linux, include/net/tcp_states.h)."""
 
 
 class Server(web.Server):

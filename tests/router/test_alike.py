@@ -77,6 +77,13 @@ def test_what_is_no_json_does_not_become_so_by_its_neighbours(broken: list[bytes
     assert told(together) == told(alone)
 
 
+def test_the_text_is_the_answers_own() -> None:
+    """Other fields may be called as its own is, and be as empty."""
+    head = b'data: {"note":{"content":"%b"},"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
+    events = [head % (note, b"") for note in (b"", b"a", b"b", b"")]
+    assert read([events[:1], events]).text == ""
+
+
 def test_usual_events_are_known_again() -> None:
     """Else the test above shows nothing."""
     answer = Answer()

@@ -64,6 +64,15 @@ def client_of(router: Router) -> Iterator[Client]:
         yield client
 
 
+@contextmanager
+def stream_under_way(router: Router) -> Iterator[Client]:
+    router.decode[0].hold_after = 3
+    with client_of(router) as client:
+        client.sendall(request(hello(stream=True)))
+        wait_for(lambda: router.decode[0].held, "the stream is under way")
+        yield client
+
+
 def answers_in(raw: bytes) -> list[int]:
     """The status of every answer."""
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", raw)]
@@ -166,10 +175,7 @@ def test_another_expectation_is_an_error_of_the_path_s_form(router: Router, path
 
 @both
 def test_requests_that_come_while_a_stream_runs_wait_for_its_end(router: Router) -> None:
-    router.decode[0].hold_after = 3
-    with client_of(router) as client:
-        client.sendall(request(hello(stream=True)))
-        wait_for(lambda: router.decode[0].held, "the stream is under way")
+    with stream_under_way(router) as client:
         for path in PATHS:
             client.sendall(request(hello(), path=path))
         client.sendall(request(hello(stream=True), "Connection: close"))
@@ -185,10 +191,7 @@ def test_requests_that_come_while_a_stream_runs_wait_for_its_end(router: Router)
 
 @both
 def test_what_is_no_request_does_not_break_the_stream_before_it(router: Router) -> None:
-    router.decode[0].hold_after = 3
-    with client_of(router) as client:
-        client.sendall(request(hello(stream=True)))
-        wait_for(lambda: router.decode[0].held, "the stream is under way")
+    with stream_under_way(router) as client:
         client.sendall(b"\x16\x03\x01 no request\r\n\r\n")
         router.decode[0].released.set()
         raw = client.rest()

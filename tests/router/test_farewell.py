@@ -96,10 +96,15 @@ def test_the_handle_of_a_turn_that_is_cut_off_is_released(start_router: StartRou
     assert pinned(router.decode[0]) == set()
 
 
-def test_what_a_leg_does_not_take_is_counted(start_router: StartRouter) -> None:
+def with_four_turns(start_router: StartRouter) -> Router:
     router = start_router(decodes=2)
     for number in range(4):
         Chat(router, f"c{number}").say("Hello")
+    return router
+
+
+def test_what_a_leg_does_not_take_is_counted(start_router: StartRouter) -> None:
+    router = with_four_turns(start_router)
     refusing, other = router.decode
     kept = len(pinned(refusing))
     refusing.lease_faults = 1
@@ -108,9 +113,7 @@ def test_what_a_leg_does_not_take_is_counted(start_router: StartRouter) -> None:
 
 
 def test_a_leg_that_does_not_answer_does_not_hold_up_the_end(start_router: StartRouter) -> None:
-    router = start_router(decodes=2)
-    for number in range(4):
-        Chat(router, f"c{number}").say("Hello")
+    router = with_four_turns(start_router)
     silent, other = router.decode
     kept = len(pinned(silent))
     assert 0 < kept < 4

@@ -5,6 +5,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -173,20 +175,26 @@ def test_a_body_that_does_not_arrive_is_a_408(start_router: StartRouter) -> None
         assert client.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
+@contextmanager
+def slow_client(router: Router, path: str, body: bytes) -> Iterator[socket.socket]:
+    parts = urlsplit(router.url)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((parts.hostname, parts.port))
+        client.sendall(
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+            % (path.encode(), len(body), body)
+        )
+        yield client
+
+
 @both
 def test_a_client_that_reads_nothing_is_dropped(start_router: StartRouter) -> None:
     router = start_router(client_stall_timeout=0.3)
     router.decode[0].omit_handles = True  # It would take long over the proof.
     router.decode[0].scripts.append(Script(content="x" * 30_000_000, piece=100_000))
     body = json.dumps(Chat(router, "c").body("Hello")).encode()
-    parts = urlsplit(router.url)
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect((parts.hostname, parts.port))
-        client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-        )
+    with slow_client(router, "/v1/chat/completions", body):
         wait_for(lambda: router.decode[0].aborted == 1, "the engine's request ends")
     assert router.get("/health").status_code == 200
 
@@ -202,16 +210,9 @@ def test_a_client_that_reads_nothing_of_a_whole_answer_is_dropped(
     if path == "/score":
         body = {"input": "x" * 8_000_000}
     raw = json.dumps(body).encode()
-    parts = urlsplit(router.url)
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect((parts.hostname, parts.port))
-        client.sendall(
-            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
-            % (path.encode(), len(raw), raw)
-        )
+    with slow_client(router, path, raw) as client:
         assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
-        ends = f":{parts.port:04X} 0100007F:{client.getsockname()[1]:04X} 01 "
+        ends = f":{client.getpeername()[1]:04X} 0100007F:{client.getsockname()[1]:04X} 01 "
         connections = Path("/proc/net/tcp")
         wait_for(lambda: ends not in connections.read_text(), "the connection is over")
 
